@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread a process, no writing outside a test's own folder.
 
-Whole runs are spread over the cores, one worker each; a folder, a file or tests of a GPU are run in one process.
+All tests together are spread over the cores, one worker each; a folder, a file or tests of a GPU are run in
+one process.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ MOST_WORKERS = 8
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many workers `-n auto` means, which pyproject.toml says; `-n NUMBER` of the command line wins.
 
-    One worker a core for all tests; none for chosen ones, since each would begin with imports of some seconds, nor for
-    tests that are marked (`-m gpu`, `-m slow`), which want a GPU or all cores for themselves.
+    One worker a core for all tests. None for chosen ones, since each would begin with seconds of imports;
+    none for marked ones (`-m gpu`, `-m slow`), which want a GPU, or all cores, for themselves.
     """
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     marked = config.option.markexpr != DEFAULT_MARKS
@@ -50,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use: as many as it is bound to, and a container's limit where there is one."""
+    """Cores that this process may use: those it is bound to, or a container's limit."""
     from longtrain.cli import granted_cores
 
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

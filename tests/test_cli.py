@@ -189,13 +189,6 @@ def test_traceback_on_request(args: list[str], monkeypatch: pytest.MonkeyPatch, 
         run(*args)
 
 
-def test_resolved_config_is_printed_unless_quiet(run: Run) -> None:
-    wrong = ["bench", "suite=engine", "name=abc"]  # no target, which only the suite itself asks for
-    loud = run(*wrong)
-    assert "run_dir: ./runs/abc" in loud.stderr and not loud.stdout
-    assert "run_dir" not in run(*wrong, "quiet=true").stderr
-
-
 class TestDispatch:
     """`run_jobs` in this process, with jobs that only note that they ran."""
 

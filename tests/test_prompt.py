@@ -53,7 +53,7 @@ def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
     assert "== data=text" in text and "== decode=chain" in text and "  max_steps: null " in text
     assert "  dims: 16  # size of" in job_help("train", ["method=indexer"])  # the last field's comment too
     set_by = job_help("train", ["+recipe=quickstart"])
-    assert "== method=longspec" in set_by and "== trainer=cpu" in set_by and "max_steps: 120" in set_by
+    assert "== method=longspec" in set_by and "== trainer=cpu" in set_by and "max_steps: 100" in set_by
     assert loaded(["train", "--help"], "hydra", "omegaconf", "torch", "rich", cwd=tmp_path) == "[]"
 
 

@@ -20,6 +20,7 @@ from longtrain.settings import (
     wrong,
 )
 
+Listed = Annotated[list[Any], Words("a list of stages: [{fraction: 1, row_tokens: 4096, doc_tokens: 4096}]")]
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
 FREE_KEYS = (
     "text",
@@ -196,7 +197,10 @@ class DataConfig:
         """
         parts = {
             "sources": tuple(SourceConfig.parse(item) for item in values.get("sources") or ()),
-            "stages": tuple(PackingStage.parse(item) for item in values.get("stages") or ()),
+            "stages": tuple(
+                PackingStage.parse(item)
+                for item in convert(values.get("stages") or (), Listed, "data.stages")
+            ),
         }
         rest = {key: value for key, value in values.items() if key not in parts and value is not None}
         return read(cls, {**rest, **parts}, "data", ignore=FREE_KEYS)
@@ -215,6 +219,10 @@ class DataConfig:
             raise ConfigError(
                 "data.question=response with data.labels=answers: only the question of a last answer can "
                 "become a label; pass data.labels=last_answer"
+            )
+        if (total := sum(stage.fraction or 0.0 for stage in self.stages)) > 1 + 1e-6:
+            raise wrong(
+                "data.stages", f"fractions of {total:g} together", "1 at most, which is the whole run"
             )
         if not self.sources:
             raise ConfigError(f"data.sources of {self.name!r} is empty; give at least one source")

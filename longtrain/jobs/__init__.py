@@ -17,6 +17,10 @@ JOBS: dict[str, tuple[str, str]] = {
         "longtrain.jobs.eval",
         "run a suite with a target, policies and artifacts: JSON, tables, plots",
     ),
+    "list": (
+        "longtrain.jobs.finished.listing",
+        "list artifacts, training runs and evaluations, a line each",
+    ),
     "inspect": (
         "longtrain.jobs.finished.inspect",
         "say what an artifact is and whether it verifies, without its target",
@@ -42,6 +46,13 @@ NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ..."), "leaderboard": ("ru
 SHARED = ("preflight", "train")
 """Jobs that every rank does; the others are done by the first rank alone."""
 
+CONFIGURED = {
+    "prepare": "{run_dir}/prepare/config.yaml",
+    "train": "{run_dir}/train/config.yaml",
+    "eval": "{run_dir}/eval/{suite}/config.yaml",
+}
+"""Jobs that leave their whole configuration in a file -> that file."""
+
 KEPT = {
     "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
     "same command goes on",
@@ -51,6 +62,7 @@ KEPT = {
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",
     "eval": "finished examples are kept in {run_dir}/eval/{suite}/ledger; the same command goes on with the "
     "others",
+    "list": "nothing was written",
     "inspect": "nothing was written",
     "leaderboard": "nothing was written; run the same command again",
     "generate": "nothing was written to disk",

@@ -263,6 +263,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     """
     from longtrain.evaluation.harness.lossless import enforce
     from longtrain.evaluation.judge.naming import check_judged
+    from longtrain.jobs.exporting import evidence
 
     marker, total = session.suite.marker, 0
     if marker is not None and not session.missing():
@@ -278,6 +279,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     }
     files_.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
+    evidence.refresh(Path(cfg.home), Path(cfg.run_dir), systems_of(cfg)[1].values())
     shown = ("table.md", "speed.md", "acceptance.png", "report.html")
     show(outcome, timings, session.folder, [name for name in files if name in shown])
     enforce(outcome.results)

@@ -255,6 +255,10 @@ def _one_prompt(cfg: DictConfig) -> None:
             "generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE after its word: "
             "longtrain generate ... prompt=TEXT (prompt_file=- reads what is piped in)"
         )
+    if cfg.prompt is not None and str(cfg.prompt) == "":
+        raise ConfigError(
+            'prompt is empty; allowed: a text of one token or more, e.g. prompt="Once upon a time"'
+        )
     try:
         str(cfg.prompt).encode()
     except UnicodeEncodeError:
@@ -276,8 +280,9 @@ def check_prompt_file(cfg: DictConfig) -> None:
         DataError: it cannot be read.
     """
     where = cfg.prompt_file
-    if where is not None and where != STDIN and not Path(where).expanduser().is_fifo():
-        read_prompt(where)
+    kept = where is not None and where != STDIN and not Path(where).expanduser().is_fifo()
+    if kept and not read_prompt(where):
+        raise DataError(f"prompt_file={where} is empty; allowed: a text of one token or more")
 
 
 def read_prompt(where: str | Path) -> str:

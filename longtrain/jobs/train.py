@@ -165,15 +165,15 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _drawn(folder: Path) -> str:
-    """The curve of the loss in one line of characters, and where its picture is; empty where there are no figures."""
+    """The curve of the loss in one line, and where its picture is; empty where there are no figures."""
     from longtrain.jobs.exporting.evidence import curves_of
     from longtrain.tables import number, sparkline
 
     if not on_first_rank() or (curve := curves_of(folder / "metrics.csv").get("train/loss")) is None:
         return ""
     first, last = number(curve.values[0]), number(curve.values[-1])
-    picture = folder / "curves.png"
-    return f"loss {sparkline(curve.values)} {first} to {last}{f' picture={picture}' if picture.is_file() else ''}"
+    picture = f" picture={folder / 'curves.png'}" if (folder / "curves.png").is_file() else ""
+    return f"loss {sparkline(curve.values)} {first} to {last}{picture}"
 
 
 def check(cfg: DictConfig) -> None:

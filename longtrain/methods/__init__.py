@@ -33,6 +33,18 @@ def config_class(name: str) -> type:
     return importlib.import_module(f"longtrain.methods.{name}.config").Config
 
 
+def formats() -> dict[str, tuple[str, ...]]:
+    """Method -> the formats of other tools that its modules are exported in, without importing torch."""
+    modules = {name: importlib.import_module(f"longtrain.methods.{name}.config") for name in names()}
+    return {name: module.FORMATS for name, module in modules.items() if hasattr(module, "FORMATS")}
+
+
+def trains_target(name: str) -> bool:
+    """Whether a method makes a target, and no module for one; imports no torch."""
+    config_class(name)
+    return bool(getattr(importlib.import_module(f"longtrain.methods.{name}.config"), "TRAINS_TARGET", False))
+
+
 def get(name: str) -> MethodSpec:
     """A method's `SPEC`.
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, Gathered
-from longtrain.jobs import JOBS, KEPT, SHARED
+from longtrain.jobs import CONFIGURED, JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
 from longtrain.prompt import checks, following, interrupts, memory, naming
 from longtrain.prompt.explain import explain_key, is_group
+from longtrain.tables import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -72,7 +73,7 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
         if step.artifact is None and "export" in jobs[:place] and (made := checks.exported(step)):
             step.artifact = made[0] if len(made) == 1 else made
         if first and not step.quiet:
-            _show(step, job)
+            _show(step, job, words)
         try:
             importlib.import_module(JOBS[job][0]).run(step)
         except KeyboardInterrupt:
@@ -158,16 +159,22 @@ def _own_checks(steps: list[tuple[str, DictConfig]]) -> None:
     gathered.tell()
 
 
-def _show(cfg: DictConfig, job: str) -> None:
-    """Print the resolved configuration to stderr, so that a job's own output can be piped."""
-    from omegaconf import OmegaConf
+def _show(cfg: DictConfig, job: str, words: Sequence[str]) -> None:
+    """Say on stderr, so that a job's own output can be piped, what was typed and where all keys are."""
     from rich.console import Console
-    from rich.syntax import Syntax
 
-    console = Console(stderr=True)
-    console.rule(f"longtrain {job}: {cfg.name}")
-    text = OmegaConf.to_yaml(cfg, resolve=True)
-    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+    recipe = [word for word in words if word.startswith("+recipe=")]
+    typed = [word for word in words if word not in recipe and word != "quiet=false"]
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console.rule(f"longtrain {job}: {printable(cfg.name)}")
+    begun = f"{recipe[-1].lstrip('+')}" if recipe else "the defaults of this job"
+    console.print(printable(f"{begun}{' with ' if typed else ''}{' '.join(typed)}"))
+    kept = (
+        f"{CONFIGURED[job].format(run_dir=Path(cfg.run_dir), suite=cfg.suite.name)}, or "
+        if job in CONFIGURED
+        else ""
+    )
+    console.print(printable(f"all keys: {kept}longtrain config {' '.join([job, *words])}"))
 
 
 def _interrupted(cfg: DictConfig, job: str, done: list[str]) -> None:

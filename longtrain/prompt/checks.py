@@ -23,7 +23,7 @@ from longtrain.files import read_json
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
-from longtrain.prompt import suite_checks
+from longtrain.prompt import suite_checks, word_checks
 from longtrain.settings import (
     AUTO,
     Count,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-WRITES_NOTHING = ("inspect", "generate", "serve", "demo", "plan")
+WRITES_NOTHING = ("list", "inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
@@ -289,9 +289,6 @@ def _plan(cfg: DictConfig) -> None:
 
 
 def _inspected(cfg: DictConfig) -> None:
-    from longtrain.jobs.finished import inspect
-
-    inspect.check(cfg)
     for name in artifact_names(cfg):
         _there(cfg, name)
 
@@ -304,10 +301,10 @@ def _listed(cfg: DictConfig) -> None:
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
-    "preflight": (_trained, _training, _begins, _data),
-    "train": (_trained, _training, _begins, _cuda, _resume, _data),
-    "export": (_method,),
-    "eval": (suite_checks.evaluated, _method, _decode),
+    "preflight": (_trained, _training, _begins, _data, word_checks.staged),
+    "train": (_trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
+    "export": (_method, word_checks.exported),
+    "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
     "generate": (_prompt, _method, _decode),
     "serve": (_method, _decode),
     "demo": (_shown, _decode),

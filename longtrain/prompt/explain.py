@@ -88,8 +88,10 @@ def _short(text: Any) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the closest of the known words, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """`; did you mean X?` for the shortest known word that begins so, else the closest one, or nothing."""
+    known = list(known)
+    begun = sorted((one for one in known if len(word) > 2 and one.startswith(word)), key=len)
+    close = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 

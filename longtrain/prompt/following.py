@@ -115,6 +115,8 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
 
 def window_of(cfg: DictConfig) -> int | None:
     """The target's window in tokens; None where it is not known before the target is fetched or loaded."""
+    if cfg.method is not None and methods.trains_target(str(cfg.method.name)):
+        return None  # it trains a target
     try:
         if cfg.target and (cfg.target.path or cfg.target.shape):
             where = str(cfg.target.path or "")
@@ -187,7 +189,8 @@ def _of_method(method: Any, key: str, window: int) -> Iterator[Length]:
 
 
 def _of_data(data: DictConfig, window: int) -> Iterator[Length]:
-    for stage in data.get("stages") or ():
+    stages = data.get("stages")
+    for stage in stages if isinstance(stages, Sequence) else ():  # whoever reads the stages refuses others
         if isinstance(stage, Mapping) and isinstance(stage.get("doc_tokens"), int):
             yield _single(
                 stage,

@@ -45,7 +45,8 @@ def test_readmes_commands_run(
 ) -> None:
     (tmp_path / "prompt.txt").write_text("It was a dark night, and the captain " * 20, encoding="utf-8")
     found = commands((root / "README.md").read_text(encoding="utf-8"))
-    assert len(found) == 10
+    assert len(found) == 11
+    found = [words for words in found if words[0] != "serve"]  # it runs until it is stopped
     found.sort(key=lambda words: words != ["+recipe=quickstart"])  # the others use what it leaves
     for words in found:
         done = run(*words, *SMALLER[" ".join(words[:2])])

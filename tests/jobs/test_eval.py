@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from longtrain.artifact import Artifact
+from longtrain.artifact.evidence import Evidence
 from longtrain.decoding.roles import Law
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
@@ -73,6 +74,22 @@ def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path,
     assert timings["speed"][0]["figures"]["draft"]["ratio"] > 0
     assert "τ, not repetitive" in (tmp_path / FOLDER / "table.md").read_text()
     assert (tmp_path / FOLDER / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_card_of_an_artifact_has_what_was_measured(run, artifact, tmp_path, capsys):
+    assert "was not evaluated" in (artifact / "README.md").read_text()
+    run()
+    assert "speed over full" in capsys.readouterr().out
+    card = (artifact / "README.md").read_text()
+    assert "was not evaluated" not in card and "suite=acceptance" in card and "draft" in card
+    assert (
+        len(Evidence.of_folder(artifact).results) == 1 and (artifact / "acceptance-acceptance.png").is_file()
+    )
+    run("run_dir=" + str(tmp_path / "runs/two"), "suite.prompts=3")  # another run adds to it
+    assert len(Evidence.of_folder(artifact).results) == 2
+    run("run_dir=" + str(tmp_path / "runs/two"), "suite.prompts=3")  # the same again does not
+    assert len(Evidence.of_folder(artifact).results) == 2
+    assert Artifact.load(artifact).method == "longspec"
 
 
 def test_without_plain_decoding_only_drafts_run(run, results):

@@ -1,19 +1,25 @@
-"""What an export says of a run beside its weights: curves, results that used these weights, pictures."""
+"""What a card says of a run beside its weights: curves, results that used these weights, pictures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
-from longtrain.errors import first_line
+from longtrain.assets import MANIFEST
+from longtrain.errors import LongtrainError, first_line
 from longtrain.files import read_json
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
+from longtrain.targets.at_hand import CARD
 from longtrain.targets.info import source_line
+
+if TYPE_CHECKING:
+    from longtrain.artifact import Artifact
 
 log = get_logger(__name__)
 
@@ -46,6 +52,34 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
         pictures |= drawn
         results.append(measured([*drawn]))
     return Evidence(curves_of(run_dir / "train" / "metrics.csv"), results), pictures
+
+
+def refresh(home: Path, run_dir: Path, artifacts: Iterable[Artifact]) -> None:
+    """Write the cards of artifacts below `home` anew, with what a run has measured.
+
+    What a card has of other runs stays, and artifacts in other places are left alone. A folder that cannot be
+    written to is told, and is no error: the files of the evaluation have everything.
+
+    Args:
+        home: the folder that holds `checkpoints`.
+        run_dir: the run's folder.
+        artifacts: which the run used.
+    """
+    own = (home / "checkpoints").resolve()
+    for artifact in artifacts:
+        folder = artifact.folder
+        if folder is None or own not in folder.resolve().parents or not (folder / MANIFEST).is_file():
+            continue  # one that ships with longtrain, is of the Hub, or of another tool
+        try:
+            known, (found, pictures) = Evidence.of_folder(folder), gather(run_dir, artifact.checksum())
+            fresh = {(one.suite, one.protocol) for one in found.results}
+            kept = [one for one in known.results if (one.suite, one.protocol) not in fresh]
+            artifact.describe(
+                Evidence({**known.curves, **found.curves}, [*kept, *found.results]), pictures=pictures
+            )
+            log.info("card=%s results=%d", folder / CARD, len(kept) + len(found.results))
+        except (OSError, LongtrainError) as error:
+            log.warning("the card of artifact %s was not written anew: %s", folder, error)
 
 
 def _used(results: dict[str, Any], weights: str) -> bool:

@@ -193,11 +193,32 @@ def _formats(method: str, form: str) -> Formats:
     """The formats of a method that must have this one."""
     formats = methods.get(method).formats
     if formats is None or form not in formats.names:
-        raise ConfigError(f"format={form}: method {method} has no such format; leave format out")
+        refuse_method(method, form)
+    assert formats is not None
     return formats
+
+
+def refuse_method(method: str, form: str) -> None:
+    """Refuse a format that a method does not have, and say what serves its artifacts instead.
+
+    A training of several methods is passed over: the export names its members.
+
+    Raises:
+        ConfigError: what can be done.
+    """
+    spec = methods.get(method)
+    if spec.members is not None:
+        return
+    having = [name for name, formats in methods.formats().items() if form in formats]
+    said = f"format={form}: method {method} has no such format (of {', '.join(having)})"
+    if spec.elsewhere:
+        tools = " and ".join(spec.elsewhere)
+        said += f"; {tools} can load its artifact as it is, see its README.md and docs/serving.md"
+    elif spec.formats is not None:
+        said += f"; it has {', '.join(spec.formats.names)}"
+    raise ConfigError(f"{said}; leave format out")
 
 
 def _names() -> list[str]:
     """The formats of all methods."""
-    found = [spec.formats.names for spec in map(methods.get, methods.names()) if spec.formats is not None]
-    return sorted({name for names in found for name in names})
+    return sorted({name for names in methods.formats().values() for name in names})

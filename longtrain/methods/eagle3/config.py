@@ -9,6 +9,8 @@ from longtrain.methods.feature_layers import feature_layers
 from longtrain.methods.views import FULL, views_of
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
 
+FORMATS = ("speculators", "flat")
+"""What `export format=` takes: folders for vLLM, and for SGLang and vLLM."""
 OBJECTIVES = ("kl", "lk", "lk_hybrid", "tv")
 
 

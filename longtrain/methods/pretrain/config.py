@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TRAINS_TARGET = True
+"""What it exports is a target, not a module for one."""
+
 
 @dataclass
 class Config:

@@ -9,6 +9,8 @@ from longtrain.methods.feature_layers import feature_layers
 from longtrain.methods.set_learning import SetLearning
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, wrong
 
+FORMATS = ("sglang",)
+"""What `export format=` takes: a folder for SGLang's sparsity framework."""
 SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
 
 

@@ -24,7 +24,7 @@ from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.files import as_json, read_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
-from longtrain.methods.specontext.config import EMBEDDING, Config, key_offset
+from longtrain.methods.specontext.config import EMBEDDING, FORMATS, Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.info import TargetSketch
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
-FORM = "sglang"
+(FORM,) = FORMATS
 ABOUT, WEIGHTS, CODE = "specontext.json", "model.safetensors", "specontext_sglang.py"
 RECORD = "longtrain/record.json"
 EMBEDDINGS, FREQUENCIES = "embed_tokens.weight", "inv_freq"

@@ -15,9 +15,9 @@ from torch import Tensor
 from longtrain.errors import ArtifactError
 from longtrain.files import need_regular, read_json
 from longtrain.pickled import read_pickled_tensors
+from longtrain.methods.eagle3.config import FORMATS
 
-SPECULATORS, FLAT = "speculators", "flat"
-NAMES = (SPECULATORS, FLAT)
+SPECULATORS, FLAT = NAMES = FORMATS
 CONFIG, MODEL, INDEX, PICKLED = (
     "config.json",
     "model.safetensors",

@@ -1,0 +1,189 @@
+"""List what is below `home`: artifacts, training runs and evaluations, each in a line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from longtrain import tables
+from longtrain.assets import MANIFEST
+from longtrain.files import read_json
+
+Row = list[str]
+HEADER = ("name", "method", "target", "when", "verified", "main figure")
+UNREADABLE = "cannot be read"
+CHUNK_BYTES = 1 << 22
+"""Bytes of a file that are hashed at once."""
+
+
+def run(cfg: DictConfig) -> None:
+    """Print a line for each artifact, run and evaluation below `home`, the newest first.
+
+    Nothing is loaded or written. Damaged files are told in their line, and are no error here.
+    """
+    home = Path(cfg.home).expanduser()
+    measured: dict[str, str] = {}
+    evaluations = sorted(_evaluations(home, measured), key=_newest, reverse=True)
+    found = {
+        "Artifacts": sorted(_artifacts(home, measured), key=_newest, reverse=True),
+        "Training runs": sorted(_trained(home), key=_newest, reverse=True),
+        "Evaluations": evaluations,
+    }
+    for title, rows in found.items():
+        if rows:
+            tables.show(*tables.without_empty(HEADER, rows, kept=(0,)), title=title)
+            tables.say("")
+    if not any(found.values()):
+        tables.say(
+            f"nothing was trained, exported or evaluated below {home} yet; begin: "
+            "longtrain +recipe=quickstart"
+        )
+        return
+    tables.say("more of one: longtrain inspect NAME, longtrain leaderboard NAME; elsewhere: home=FOLDER")
+
+
+def _newest(row: Row) -> str:
+    return row[HEADER.index("when")]
+
+
+def _artifacts(home: Path, measured: dict[str, str]) -> Iterator[Row]:
+    """A line for each folder with a manifest, members of one training included.
+
+    Args:
+        home: the folder that holds `checkpoints`.
+        measured: hash of an artifact's tensors -> main figure of an evaluation in which it ran.
+    """
+    base = home / "checkpoints"
+    for file in sorted({*base.glob(f"*/{MANIFEST}"), *base.glob(f"*/*/{MANIFEST}")}):
+        folder, name = file.parent, file.parent.relative_to(base).as_posix()
+        manifest = _json(file)
+        try:
+            made, files = manifest["provenance"], manifest["files"]
+            when = (made.get("export") or made).get("time_utc", "")
+            figure = measured.get(str(next(iter(files.values()))), "") or _told(folder)
+            target, verified = str(manifest["target"]["name"]), _verified(folder, files, manifest)
+            yield [name, str(manifest["method"]), target, _when(when), verified, figure or "not evaluated"]
+        except (KeyError, TypeError, AttributeError, StopIteration):
+            yield [name, tables.DASH, tables.DASH, tables.DASH, f"NO: {file.name} {UNREADABLE}", tables.DASH]
+
+
+def _verified(folder: Path, files: dict[str, str], manifest: dict[str, Any]) -> str:
+    """Whether the files are those that the manifest was written for; no golden output is asked again."""
+    if faults := (manifest.get("verification") or {}).get("faults"):
+        return f"NO: {faults[0]}"
+    for name, wanted in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"NO: {name} is missing"
+        if _sha256(path) != wanted:
+            return f"NO: {name} was changed"
+    golden = manifest.get("golden")
+    return f"files yes; golden outputs in {golden['dtype']}" if golden else "files yes; no golden outputs"
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(CHUNK_BYTES):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _told(folder: Path) -> str:
+    """The last figure that an artifact's own `evidence.json` has beside that of the full cache."""
+    try:
+        for one in (_json(folder / "evidence.json") or {})["results"]:
+            rows = [row for row in one["rows"] if row[0] != "full"]
+            if rows:
+                return f"{one['header'][1]} {rows[-1][1]} ({rows[-1][0]}, suite {one['suite']})"
+    except (KeyError, TypeError, IndexError):
+        pass
+    return ""
+
+
+def _trained(home: Path) -> Iterator[Row]:
+    """A line for each run with a training: its last step and loss."""
+    for folder in sorted((home / "runs").glob("*/train")):
+        try:
+            cfg: Any = OmegaConf.load(folder / "config.yaml")
+            method, target = str(cfg.method.name), str(cfg.target.path if cfg.target else tables.DASH)
+        except (OSError, YAMLError, AttributeError):
+            method = target = tables.DASH
+        made, summary = _json(folder / "provenance.json"), _json(folder / "summary.json")
+        when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
+        figure = "not finished; the same command goes on"
+        if isinstance(summary, dict) and summary.get("steps"):
+            losses = {
+                "loss": summary.get("final_loss"),
+                "val_loss": (summary.get("final") or {}).get("val/loss"),
+            }
+            said = [f"{key} {value:.3f}" for key, value in losses.items() if isinstance(value, float)]
+            figure = ", ".join([f"step {summary['steps']}", *said])
+        yield [folder.parent.name, method, target, when, tables.DASH, figure]
+
+
+def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
+    """A line for each suite that was evaluated; `measured` is filled with the figure of each artifact."""
+    files = (home / "runs").glob("*/eval/*/results.json")
+    for file in sorted(
+        files, key=lambda file: file.stat().st_mtime
+    ):  # the newest figure of an artifact stays
+        name = f"{file.parents[2].name}/{file.parent.name}"
+        results, made = _json(file), _json(file.with_name("provenance.json"))
+        when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
+        try:
+            systems, scale = results["systems"], results["scale"]["name"]
+            others = [one for one in systems if one["kind"] != "full"]
+            for one in others:
+                for artifact in one["facts"].get("artifacts", []):
+                    measured[str(artifact["weights"])] = f"{_figure(scale, one)}, suite {results['suite']}"
+            methods = dict.fromkeys(
+                artifact["method"] for one in others for artifact in one["facts"].get("artifacts", [])
+            )
+            last = (others or systems)[-1]
+            target = str(results["target"]["name"])
+            yield [
+                name,
+                ", ".join(methods) or tables.DASH,
+                target,
+                when,
+                _compared(others),
+                _figure(scale, last),
+            ]
+        except (KeyError, TypeError, IndexError):
+            yield [name, tables.DASH, tables.DASH, when, f"NO: {file.name} {UNREADABLE}", tables.DASH]
+
+
+def _figure(scale: str, system: dict[str, Any]) -> str:
+    return f"{scale} {tables.interval(system['average'])} ({system['name']})"
+
+
+def _compared(systems: list[dict[str, Any]]) -> str:
+    """How many texts of all drafted systems were those of plain decoding."""
+    found = [task["exactness"] for one in systems for task in one["tasks"] if task.get("exactness")]
+    count = sum(one["compared"] for one in found)
+    return (
+        f"{count - sum(one['different'] for one in found)}/{count} texts the same" if count else tables.DASH
+    )
+
+
+def _when(stamp: str) -> str:
+    """A time of a file as minutes, UTC."""
+    try:
+        return datetime.fromisoformat(stamp).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, TypeError):
+        return tables.DASH
+
+
+def _json(file: Path) -> Any:
+    """A JSON file; None where there is none, or it is damaged."""
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,63 @@
+"""Words that no job could use, told before torch is imported: formats, reports, uploads and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longtrain import methods
+from longtrain.errors import ConfigError
+from longtrain.jobs.setup import artifact_names, plain
+from longtrain.settings import wrong
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+NO_STAGES = "data.stages is empty; give e.g. data.stages=[{fraction: 1, row_tokens: 4096, doc_tokens: 4096}]"
+
+
+def exported(cfg: DictConfig) -> None:
+    """Refuse a format that there is not, or not for the method, and an upload that cannot be.
+
+    Raises:
+        ConfigError: what is wrong, and what is allowed.
+    """
+    if cfg.format is not None:
+        known = methods.formats()
+        names = sorted({name for formats in known.values() for name in formats})
+        if cfg.format not in names:
+            raise wrong("format", cfg.format, ", ".join(names))
+        own = all(Path(name).name == str(cfg.name) for name in artifact_names(cfg))
+        if cfg.method is not None and own and cfg.format not in known.get(str(cfg.method.name), ()):
+            from longtrain.jobs.exporting import formats
+
+            formats.refuse_method(str(cfg.method.name), str(cfg.format))
+    if cfg.push:
+        from longtrain.jobs.exporting import push
+
+        push.check(cfg)
+
+
+def reported(cfg: DictConfig) -> None:
+    """Refuse a report that there is not, or whose package is missing.
+
+    Raises:
+        ConfigError: what is wrong, and what is allowed.
+    """
+    from longtrain.evaluation.reporting.page import check_plotly
+    from longtrain.jobs.finished import compare
+
+    if compare.wants_page(cfg):
+        check_plotly()
+
+
+def staged(cfg: DictConfig) -> None:
+    """Refuse to train on data without stages; preparing it needs none.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    data = plain(cfg.get("data"))
+    if isinstance(data, Mapping) and "sources" in data and not data.get("stages"):
+        raise ConfigError(NO_STAGES)
