@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longtrain import files
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import adapt
 from longtrain.data.read.files import (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.read.files import BUNDLED
 from longtrain.errors import ConfigError, LongtrainError

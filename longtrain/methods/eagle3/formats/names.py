@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError
 from longtrain.files import need_regular, read_json
-from longtrain.pickled import read_pickled_tensors
 from longtrain.methods.eagle3.config import FORMATS
+from longtrain.pickled import read_pickled_tensors
 
 SPECULATORS, FLAT = NAMES = FORMATS
 CONFIG, MODEL, INDEX, PICKLED = (
