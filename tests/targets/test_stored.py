@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.errors import ArtifactError, TargetMismatchError
@@ -115,6 +115,21 @@ def test_old_files_of_torch_load_and_run_no_code(write):
         torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
         with pytest.raises(ArtifactError, match=message):
             load_target(folder)
+
+
+def test_two_bin_files_that_are_compared_are_each_opened_once(write, monkeypatch):
+    folder = write(lambda found: {**found, HEAD: found[EMBEDDINGS].clone()}, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {name: f"{'ab'[name == HEAD]}.bin" for name in tensors}
+    for file in set(index.values()):
+        torch.save({name: one for name, one in tensors.items() if index[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    opened, load = [], torch.load
+    monkeypatch.setattr("torch.load", lambda file, **keys: opened.append(file.name) or load(file, **keys))
+    monkeypatch.setattr("longtrain.targets.stored.checkpoint._AT_ONCE", 48)  # many parts to compare
+    target = load_target(folder)
+    assert target.head_weight is target.embed_weight and sorted(opened) == ["a.bin", "b.bin"]
 
 
 @pytest.mark.parametrize("layers", [True, False])

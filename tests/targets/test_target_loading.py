@@ -152,6 +152,7 @@ def test_a_missing_folder_names_the_folder_and_the_hub(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"no such folder here .*/org/no-such-model\).*model hub") as caught:
         load_target("org/no-such-model")
     assert "\n" not in str(caught.value)
+    assert "pass target.path=FOLDER" in str(caught.value) and "target.path=FILE.gguf" in str(caught.value)
 
 
 def test_a_folder_without_its_files(folder):

@@ -94,10 +94,12 @@ class StoredTensors:
             raise _damaged(file, error) from error
 
     def _open(self, file: Path) -> Any:
-        """The open file; of `.bin` files one at a time is kept, since some are read whole."""
+        """The open file; of `.bin` files two at a time are kept, since some are read whole."""
         if file not in self._stores:
             if file.suffix == ".bin":
-                self._stores = {file: _unpickled(file)}
+                for old in list(self._stores)[:-1]:
+                    del self._stores[old]
+                self._stores[file] = _unpickled(file)
             else:
                 try:
                     self._stores[file] = safe_open(file, framework="pt", device=str(self.device))
