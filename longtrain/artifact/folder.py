@@ -129,7 +129,7 @@ class Artifact:
         tokens = spec.golden_tokens(config)
         try:
             golden = kinds[0].record(made._parts, target, tokens=tokens, others=others)
-        except ArtifactError as error:
+        except (ArtifactError, torch.OutOfMemoryError) as error:
             made.verification.faults.append(f"its golden outputs could not be recorded: {error}")
             return made
         return dataclasses.replace(made, golden=golden)

@@ -193,11 +193,11 @@ def table(made: Artifact, target: Target) -> list[dict[str, Any]]:
 
 def _keep(path: Path, title: str, method: str, lines: list[dict[str, Any]]) -> None:
     """Add the lines of a method to a file of tables; those of the same title and method are replaced."""
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    others = [line for line in known.get(title, []) if line["method"] != method]
-    fresh = [line for line in lines if line["method"] == method]
+    found = json.loads(path.read_text()) if path.is_file() else {"commands": [], "tables": {}}
+    others = [line for line in found["tables"].get(title, []) if line["method"] != method]
+    found["tables"][title] = others + [line for line in lines if line["method"] == method]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**known, title: others + fresh}, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
