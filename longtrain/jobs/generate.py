@@ -73,7 +73,7 @@ def run(cfg: DictConfig) -> None:
     )
     writer.close(generation.texts[0] if generation.texts else "")
     print()
-    if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
+    if not chat and chats(target.tokenizer) and not "".join(generation.texts or ()).strip():
         _aside("the target ended the text at once; chat=true asks it in its chat template")
     pairs = zip(entry.artifacts, artifacts, strict=True)
     unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
