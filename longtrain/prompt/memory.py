@@ -232,8 +232,8 @@ def _fit_batches(
     said = []
     data, suite = cfg.get("data"), cfg.suite
     asked = data.get("answer_batch_tokens") if data else None
-    writes = not set(jobs).isdisjoint(("prepare", "train")) and asked
-    if writes and int(asked) > tokens and not typed("data.answer_batch_tokens", words):
+    writes = not set(jobs).isdisjoint(("prepare", "train"))
+    if writes and asked and int(asked) > tokens and not typed("data.answer_batch_tokens", words):
         data.answer_batch_tokens = tokens
         said.append(f"data.answer_batch_tokens {tokens} (was {asked})")
     longest = _longest(suite)
