@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -359,6 +360,42 @@ def test_a_reader_that_goes_while_a_job_runs_is_no_error(tmp_path: Path) -> None
         job.stdout.close()
         said = job.stderr.read()
     assert (job.returncode, said) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["job=[train,export]", "+recipe=eagle3_tiny", "+format=vllm"], "format=vllm; allowed: flat, "),
+        (
+            ["job=[train,export]", "+recipe=eagle3_tiny", "+format=sglang"],
+            "format=sglang: method eagle3 has no",
+        ),
+        (
+            ["job=[train,export]", "+recipe=longspec_tiny", "+format=flat"],
+            "method longspec has no such format",
+        ),
+        (["job=[train,export,eval]", "+recipe=quickstart", "+report=htm"], "report=htm; allowed: html"),
+        (["job=[train,export,eval]", "+recipe=quickstart", "+report=html"], "report=html needs plotly"),
+        (["generate", "target=tiny", "prompt="], "the prompt is empty; pass prompt=TEXT"),
+        (["generate", "target=tiny", "prompt_file=empty.txt"], "the prompt is empty; pass prompt=TEXT"),
+    ],
+)
+def test_a_wrong_word_is_told_before_the_first_job_begins(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else find_spec(name, *more)
+    )
+    (tmp_path / "empty.txt").write_text("")
+    done = run(*words, "dry_run=true")
+    assert done.returncode == 1 and says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_a_wrong_report_is_told_without_torch(tmp_path: Path) -> None:
+    words = ["job=[train,export,eval]", "+recipe=quickstart", "+report=htm"]
+    assert loaded(words, "torch", cwd=tmp_path) == "[]"
 
 
 def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -22,6 +22,7 @@ from longtrain.jobs.setup import (
     load_target_from,
     plain,
     sampling_from,
+    target_overrides,
 )
 from longtrain.settings import Text, Tokens, Words, convert
 from longtrain.targets.tokenizer import GrowingText
@@ -82,10 +83,12 @@ def check(cfg: DictConfig) -> None:
         DataError: the prompt file is not there.
     """
     _one_prompt(cfg)
-    check_prompt_file(cfg)
+    text = check_prompt_file(cfg) if cfg.prompt is None else str(cfg.prompt)
     _stop(cfg)
     if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
         raise ConfigError(NO_TARGET)
+    if text == "" and not cfg.chat:
+        _refuse_empty(cfg)
 
 
 def statistics(stats: Stats, ran: Parts) -> str:
@@ -239,15 +242,34 @@ def _prompt(cfg: DictConfig) -> str:
     return read_prompt(cfg.prompt_file) if cfg.prompt is None else str(cfg.prompt)
 
 
-def check_prompt_file(cfg: DictConfig) -> None:
+def _refuse_empty(cfg: DictConfig) -> None:
+    """Refuse an empty prompt, unless the target's tokenizer puts a token before every text.
+
+    Raises:
+        ConfigError: it puts none.
+    """
+    from longtrain.targets.tokenizer import read_tokenizer
+
+    if not (cfg.target and cfg.target.path):
+        return  # the artifact knows its target
+    tokenizer, _ = read_tokenizer(str(cfg.target.path), **target_overrides(cfg))
+    if not tokenizer("").input_ids:
+        raise ConfigError("the prompt is empty; pass prompt=TEXT, or prompt_file=FILE with a text in it")
+
+
+def check_prompt_file(cfg: DictConfig) -> str | None:
     """Refuse a prompt file that cannot be read; a pipe can be read only once, and is left as it is.
+
+    Returns:
+        The file's text; None where there is no file, or a pipe in its place.
 
     Raises:
         DataError: it cannot be read.
     """
     where = cfg.prompt_file
-    if where is not None and where != STDIN and not Path(where).expanduser().is_fifo():
-        read_prompt(where)
+    if where is None or where == STDIN or Path(where).expanduser().is_fifo():
+        return None
+    return read_prompt(where)
 
 
 def read_prompt(where: str | Path) -> str:

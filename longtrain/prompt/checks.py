@@ -204,6 +204,29 @@ def _prompt(cfg: DictConfig) -> None:
     generate.check(cfg)
 
 
+def _format(cfg: DictConfig) -> None:
+    """A method has the format that is asked for: that of the run, unless another artifact is written."""
+    if cfg.format is None:
+        return
+    from longtrain.jobs.exporting import formats
+
+    form, mine = formats.asked(cfg), all(_place(cfg, name) == _own(cfg) for name in artifact_names(cfg))
+    if form is not None and cfg.method is not None and mine:
+        name = str(cfg.method.name)
+        given: object = read(methods.config_class(name), plain(cfg.method), "method", ignore=("name",))
+        formats.check(name, form, given, None)
+
+
+def _report(cfg: DictConfig) -> None:
+    """A page that is asked for can be made."""
+    from longtrain.jobs.finished.compare import wants_page
+
+    if wants_page(cfg) and cfg.compare is None:
+        from longtrain.evaluation.reporting.page import check_plotly
+
+        check_plotly()
+
+
 def _shown(cfg: DictConfig) -> None:
     from longtrain.jobs import generate
 
@@ -234,8 +257,8 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "preflight": (_training, _data),
     "train": (_training, _resume, _data),
-    "export": (_method,),
-    "eval": (suite_checks.evaluated, _method, _decode),
+    "export": (_method, _format),
+    "eval": (_report, suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
     "demo": (_shown, _decode),
     "bench": (suite_checks.common_keys, _method, _decode),
