@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -55,8 +56,8 @@ def without_empty(
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
     """Print a table; nothing of it is cut, and what a terminal would obey is escaped.
 
-    On a terminal that is too narrow the columns come in several blocks, each with the first column. A file
-    has them all in one.
+    On a terminal that is too narrow, or where COLUMNS says so, the columns come in several blocks, each with
+    the first column. A file has them all in one.
     """
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +65,7 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | N
     header, rows = [printable(cell) for cell in header], [[printable(cell) for cell in row] for row in rows]
     console = Console(highlight=False, markup=False)
     widths = [2 + max(map(len, map(str, column))) for column in zip(header, *rows, strict=True)]
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, markup=False, width=max(80, sum(widths)))
     for place, block in enumerate(blocks(widths, console.width)):
         name = None if place or title is None else printable(title)

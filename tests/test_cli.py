@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from longtrain.assets import asset_dir
 from longtrain.bench.suites import SUITES
 from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS
+from longtrain.prompt.help import EXAMPLES, READ_BY
 from longtrain.prompt.suite_help import keys_of, suites_help, suites_of
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -62,11 +64,23 @@ def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path, run: R
     done = run(job, "--help")
     assert done.returncode == 0, done.stderr
     assert JOBS[job][1] in done.stdout
-    assert "target: " in done.stdout and "tiny" in done.stdout
-    assert "recipe: " in done.stdout and "quickstart" in done.stdout
-    assert "method: eagle3, " in done.stdout
+    assert f"\nExample: longtrain {job}" in done.stdout
+    groups = [line.partition(": ")[0] for line in done.stdout.splitlines() if re.match("[a-z]+: ", line)]
+    assert groups == list(READ_BY[job])
+    if groups:
+        assert "target: " in done.stdout and "tiny" in done.stdout
+        assert "longtrain recipes lists them" in done.stdout and "longspec_longchat13b" not in done.stdout
+        assert "method: eagle3, " in done.stdout
+    assert ("deepspeed_zero3" in done.stdout) == (job in ("preflight", "train", "plan"))
     assert "seed: 0 " in done.stdout and "of initial weights" in done.stdout  # the key with its comment
     assert not list(tmp_path.iterdir())
+
+
+def test_every_job_has_an_example_that_composes(run: Run) -> None:
+    assert set(READ_BY) == set(EXAMPLES) == set(JOBS)
+    for job, words in EXAMPLES.items():
+        done = run("config", job, *shlex.split(words))
+        assert done.returncode == 0 and "\nrun_dir: " in done.stdout, done.stderr
 
 
 def test_keys_of_one_job_are_in_its_help_alone(run: Run) -> None:
@@ -124,6 +138,7 @@ def test_version_and_recipes(run: Run) -> None:
         (["--bogus"], ["unknown flag '--bogus'; known: --help, --version, --multirun"], 2),
         (["--hepl"], ["unknown flag '--hepl'; did you mean --help?"], 2),
         (["train", "target=tiny", "--multirum"], ["did you mean --multirun?"], 2),
+        (["train", "target=llama31"], ["unknown target 'llama31'; did you mean llama31_8b?"], 1),
         (["+recipe=quickstrat"], ["unknown recipe 'quickstrat'; did you mean quickstart?"], 1),
         (["recipe=quickstart"], ["write +recipe=NAME"], 1),
         (["train", "target=tinny"], ["unknown target 'tinny'; did you mean tiny?", "llama31_8b"], 1),

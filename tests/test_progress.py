@@ -27,6 +27,19 @@ def test_the_time_left_follows_the_last_minute() -> None:
     assert pace.left_s(1000) == 0
 
 
+def test_a_table_in_a_pipe_heeds_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, rows = ["name", "first", "second"], [["a", "1" * 20, "2" * 20]]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    tables.show(header, rows)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setenv("COLUMNS", "40")
+    tables.show(header, rows)
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 4 and max(map(len, out.splitlines())) <= 40 and out.count(" a ") == 2
+
+
 def test_a_figures_family_keeps_its_name() -> None:
     named = ["head_1", "head_2", "acc_1", "acc_d2", "acc/depth_3", "loss", "bad2"]
     figures = {f"train/{name}": 0.5 for name in named}

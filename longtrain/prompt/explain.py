@@ -63,8 +63,10 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the closest of the known words, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """`; did you mean X?` for the closest of the known words, or nothing; those that begin so come first."""
+    names = list(known)
+    begun = [name for name in names if word and name.lower().startswith(word.lower())]
+    close = difflib.get_close_matches(word, begun or names, n=1, cutoff=0.0 if begun else 0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -21,6 +21,38 @@ from longtrain.prompt.suite_help import suites_help
 
 HIDDEN = ("hydra",)
 """Folders of `conf` that are no groups of ours."""
+RUNNING = ("recipe", "target", "method")
+"""Groups of every job that runs a target or a method."""
+TRAINING = (*RUNNING, "data", "optim", "trainer", "features", "debug")
+DECODING = (*RUNNING, "decode", "evict")
+READ_BY: dict[str, tuple[str, ...]] = {
+    "prepare": (*RUNNING, "data"),
+    "preflight": TRAINING,
+    "train": (*TRAINING, "logger", "callbacks"),
+    "export": RUNNING,
+    "eval": (*DECODING, "data", "suite"),
+    "inspect": (),
+    "leaderboard": (),
+    "generate": DECODING,
+    "demo": DECODING,
+    "bench": (*DECODING, "data", "suite"),
+    "plan": (*TRAINING, "decode", "evict"),
+}
+"""Job -> the groups that change what it does; a recipe sets those of all jobs."""
+EXAMPLES = {
+    "prepare": "target=tiny data=text data.text=FOLDER show=2",
+    "preflight": "+recipe=quickstart",
+    "train": "+recipe=quickstart",
+    "export": "+recipe=quickstart",
+    "eval": "suite=smoke target=tiny method=quantspec",
+    "inspect": "tiny_longspec",
+    "leaderboard": "runs/quickstart",
+    "generate": 'target=tiny artifact=tiny_longspec prompt="Once upon a time"',
+    "demo": "",
+    "bench": "suite=engine target=tiny method=quantspec",
+    "plan": "+recipe=longspec_llama8b_long gpu=H100",
+}
+"""Job -> the words of a command that can be tried at once, or after the job before it."""
 END = """\
 The whole configuration, resolved:  longtrain config {job} +recipe=NAME
 Check everything and do nothing:    longtrain {job} +recipe=NAME dry_run=true
@@ -35,18 +67,23 @@ def job_help(job: str, words: Sequence[str] = ()) -> str:
         words: of the command line; `+recipe=NAME` and `GROUP=OPTION` choose.
     """
     options = groups()
-    listed = "".join(f"{group}: {', '.join(names)}\n" for group, names in options.items())
     usage = f"longtrain {job} {NAMED[job][1]}" if job in NAMED else f"longtrain {job}"
-    lines = [
-        f"{JOBS[job][1]}\n\nUsage: {usage} [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]\n",
-        f"== Groups and their options (GROUP=OPTION; recipes by +recipe=NAME) ==\n{listed}",
-    ]
+    example = f"longtrain {job} {EXAMPLES[job]}".strip()
+    usage += " [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]"
+    lines = [f"{JOBS[job][1]}\n\nUsage:   {usage}\nExample: {example}\n"]
+    if READ_BY[job]:
+        names = {group: ", ".join(options[group]) for group in READ_BY[job]}
+        names["recipe"] = f"one of {len(options['recipe'])}, by +recipe=NAME; longtrain recipes lists them"
+        listed = "".join(f"{group}: {text}\n" for group, text in names.items())
+        lines.append(f"== Groups and their options (GROUP=OPTION) ==\n{listed}")
     if suites := suites_help(job, words):
         lines.append(suites)
     lines.append(f"== Keys ==\n{_indented(job_keys(job))}")
-    taken = choices(job, words)
+    taken, typed = choices(job, words), {word.lstrip("+").partition("=")[0] for word in words}
     for group, option in taken.items():
         if group in ("recipe", "suite") or option not in options.get(group, ()):
+            continue
+        if group not in READ_BY[job] and group not in typed:
             continue
         if keys := group_keys(group, option):
             lines.append(f"== {group}={option} ({group}.KEY=VALUE) ==\n{_indented(keys)}")
