@@ -28,6 +28,7 @@ longtrain {version}: train, validate and ship the learned modules that make long
 Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or: python -m longtrain ...)
 
 {jobs}
+  list       list runs, artifacts and evaluations below home (inspect without a name)
   recipes    list the recipes there are
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
@@ -35,10 +36,11 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
 Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain +recipe=quickstart
   longtrain generate +recipe=quickstart prompt="Once upon a time"
-
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
 """
 
+SAME = {"list": "inspect"}
+"""Words that are another name of a job."""
 VALUE_FLAGS: tuple[str, ...] = (
     "--cfg",
     "-c",
@@ -79,6 +81,7 @@ def main() -> None:
 def _begin() -> None:
     """Do what the first word says."""
     word, rest = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
+    word = SAME.get(word, word)
     if word in ("-h", "--help"):
         jobs = "\n".join(f"  {name:<11} {about}" for name, (_, about) in JOBS.items())
         _say(TOP_HELP.format(version=__version__, jobs=jobs))
@@ -102,6 +105,7 @@ def _begin() -> None:
 def _words(typed: Sequence[str]) -> list[str]:
     """The words of a command as Hydra reads them; exit 2 at one that is no job, flag or override."""
     first, rest = typed[0], [*typed[1:]]
+    first = SAME.get(first, first)
     ending = []
     if first == "config":
         ending = ["--cfg", "job", "--resolve"]
@@ -273,7 +277,7 @@ def _unknown_flag(word: str) -> NoReturn:
 def _unknown_word(word: str) -> NoReturn:
     from longtrain.prompt.explain import near
 
-    known = [*JOBS, "recipes", "config", "completion"]
+    known = [*JOBS, *SAME, "recipes", "config", "completion"]
     if word in known:
         _complain(f"the job comes first: longtrain {word} ...")
     elif word in recipes():

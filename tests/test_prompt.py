@@ -400,6 +400,40 @@ def test_a_wrong_report_is_told_without_torch(tmp_path: Path) -> None:
     assert loaded(words, "torch", cwd=tmp_path) == "[]"
 
 
+@pytest.mark.parametrize("word", ["list", "inspect"])
+def test_what_there_is_has_a_line_each(word: str, tmp_path: Path, run: Run) -> None:
+    assert "no run below runs; begin with: longtrain demo" in run(word).stdout
+    config = "method: {name: longspec}\ntarget: {path: /models/mine}\n"
+    made = '{"time_utc": "2026-11-28T05:06:07+00:00"}'
+    files = {
+        "one/train/summary.json": '{"final_loss": 2.5, "final": {"val/loss": 2.75}}',
+        "one/eval/needle/results.json": '{"systems": [{"name": "full", "average": {"value": 0.5}, '
+        '"acceptance": null}, {"name": "it", "average": {"value": 0.25}, '
+        '"acceptance": {"tau": {"value": 3.5}}}]}',
+        "two/eval/pg19/results.json": "[" * 9,
+        "begun/train/config.yaml": "a: [",
+    }
+    for place in ("one/train", "one/eval/needle", "two/eval/pg19"):
+        files |= {f"{place}/config.yaml": config, f"{place}/provenance.json": made}
+    for name, content in {**files, "begun/train/provenance.json": made}.items():
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).write_text(content)
+    shutil.copytree(asset_dir("bundled") / "artifacts" / "tiny_longspec", tmp_path / "checkpoints" / "it")
+    shutil.copytree(tmp_path / "checkpoints" / "it", tmp_path / "checkpoints" / "joint" / "draft")
+    (tmp_path / "checkpoints" / "joint" / "draft" / "model.safetensors").write_bytes(b"no")
+    done = run(word)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "one longspec mine 2026-11-28 05:06 2.5 2.75" in lines
+    assert "begun - - 2026-11-28 05:06 not finished -" in lines
+    assert "one needle mine 2026-11-28 05:06 full 0.5 -" in lines
+    assert "one needle mine 2026-11-28 05:06 it 0.25 3.5" in lines
+    assert "two pg19 mine 2026-11-28 05:06 cannot be read - -" in lines
+    shown = {line.split()[0]: line for line in lines if " longspec tiny 20" in line}
+    assert shown["it"].endswith(" yes") and " NO: " in shown["joint/draft"]
+    assert shown["tiny_longspec"].endswith(" yes")
+
+
 def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     def broken(cfg: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")

@@ -45,7 +45,7 @@ compdef _longtrain longtrain
 """,
 }
 """Shell -> what it evaluates once."""
-OTHER_WORDS = ("config", "recipes", "completion")
+OTHER_WORDS = ("config", "list", "recipes", "completion")
 
 
 def answer(words: Sequence[str]) -> str:

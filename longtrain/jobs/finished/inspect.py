@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from longtrain import tables
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError
+from longtrain.jobs.finished import listing
 from longtrain.jobs.setup import artifact_names
 from longtrain.settings import convert
 
 
 def run(cfg: DictConfig) -> None:
-    """Print what each artifact's files say.
+    """Print what each artifact's files say; without a name, which runs, artifacts and evaluations there are.
 
     Raises:
-        ConfigError: no artifact is named.
         ArtifactError: one does not verify, or is no artifact.
     """
     from longtrain.artifact.inspection import inspect
 
-    check(cfg)
+    if not artifact_names(cfg):
+        listing.show_all(Path(cfg.home))
+        return
     unverified, faults = convert(cfg.unverified, bool, "unverified"), []
     for name in artifact_names(cfg):
         found = inspect(name, home=str(cfg.home), trained_by=cfg.trained_by, unverified=unverified)
@@ -34,13 +38,3 @@ def run(cfg: DictConfig) -> None:
             faults.append(f"{name} does not verify: {found.fault}")
     if faults:
         raise ArtifactError("; ".join(faults))
-
-
-def check(cfg: DictConfig) -> None:
-    """Refuse to inspect nothing.
-
-    Raises:
-        ConfigError: no artifact is named.
-    """
-    if not artifact_names(cfg):
-        raise ConfigError("nothing to inspect; pass its place: longtrain inspect FOLDER, or hub:ORG/NAME")
