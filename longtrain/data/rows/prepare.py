@@ -14,7 +14,7 @@ from longtrain.data.chat.prompts import Answers, Generate, Part
 from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.sources import Inputs, digest, inputs
-from longtrain.data.rows.prepared import FORMAT, PREPARED, Prepared, PreparedWriter, read_manifest
+from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock
 from longtrain.folders import replaced_folder, settle
@@ -23,6 +23,8 @@ from longtrain.log import first_of_machine, get_logger
 log = get_logger(__name__)
 
 SHOWN_TOKENS = 400
+CONTENT = 1
+"""The version of what preparing makes of text; another one makes all data anew."""
 LABEL, READ = "bold green", "dim"
 
 
@@ -226,7 +228,7 @@ def _fingerprint(
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
-    return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([CONTENT, *parts, written], sort_keys=True).encode()).hexdigest()
 
 
 def _plain(source: SourceConfig) -> dict[str, Any]:
