@@ -104,7 +104,7 @@ def test_data_without_checksums_is_prepared_again_and_a_target_refuses_a_larger_
         data.refuse_ids_above(39)
     manifest = data.folder / "manifest.json"
     values = {key: value for key, value in json.loads(manifest.read_text()).items() if key != CHECKSUM}
-    manifest.write_text(json.dumps({**values, "sha256": {}}))
+    manifest.write_text(json.dumps({**values, "format": 1, "sha256": {}}))
     with pytest.raises(DataError, match=r"without checksums.*longtrain prepare"):
         Prepared.open(data.folder)
 
@@ -130,6 +130,10 @@ def test_a_manifest_of_before_checksums_is_taken_with_a_warning(make_prepared, c
     file = folder / "manifest.json"
     values = json.loads(file.read_text())
     del values[CHECKSUM]
+    file.write_text(json.dumps(values))
+    with pytest.raises(DataError, match="is damaged, or of another format"):  # of today's format
+        Prepared.open(folder)
+    values["format"] = 1
     file.write_text(json.dumps(values))
     assert Prepared.open(folder).manifest == values and "its manifest has no checksum" in caplog.text
 

@@ -156,10 +156,11 @@ def main() -> None:
     parser.add_argument("--kind", action="append", choices=list(VICTIMS), help="only this; may be repeated")
     asked = parser.parse_args()
     found = run(asked.kind or list(VICTIMS), asked.cases, asked.seed)
-    print(table(found))
+    sys.stdout.write(table(found) + "\n")
     wrong = [case for case in found if case.outcome in WRONG]
     for case in wrong:
-        print(f"{case.outcome}: {case.kind}: {case.attack} {case.what}: {case.said}"[:400])
+        said = f"{case.outcome}: {case.kind}: {case.attack} {case.what}: {case.said}"
+        sys.stdout.write(said[:400] + "\n")
     sys.exit(bool(wrong))
 
 

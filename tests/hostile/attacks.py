@@ -1,4 +1,4 @@
-"""What is done to a file: bits flip, parts are lost, values of JSON change, and other things stand in its place."""
+"""What is done to a file: bits flip, parts are lost, values change, and other things stand in its place."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def append(path: Path, coins: random.Random) -> str:
 
 def replace(path: Path, coins: random.Random) -> str:
     """Another thing stands in its place."""
-    what = coins.choice(("pipe", "device", "folder", "dangling link", "nothing", "empty", "deep", "not UTF-8"))
+    what = coins.choice(
+        ("pipe", "device", "folder", "dangling link", "nothing", "empty", "deep", "not UTF-8")
+    )
     path.unlink()
     if what == "pipe":
         os.mkfifo(path)
@@ -96,7 +98,9 @@ def _edit_value(value: Any, coins: random.Random) -> str:
     if isinstance(holder, dict) and coins.random() < 0.25:
         del holder[key]
         return f"key {key} is gone"
-    holder[key] = coins.choice([one for one in _others(before) if one != before or type(one) is not type(before)])
+    holder[key] = coins.choice(
+        [one for one in _others(before) if one != before or type(one) is not type(before)]
+    )
     return f"{key}: {str(before)[:40]} -> {str(holder[key])[:40]}"
 
 

@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.hostile`: no hostile file is read as something else, hangs, or raises bare."""
+"""A small part of `python -m tests.hostile`: nothing is read as something else, hangs, or raises bare."""
 
 import pytest
 

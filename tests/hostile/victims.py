@@ -17,15 +17,20 @@ from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.data.chat.prompts import Answers
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.errors import ArtifactError
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.features.shards import FeatureFiles
+from longtrain.files import write_files
 from longtrain.pickled import read_pickled_tensors
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
 
 SETTINGS = {"protocol": {"seed": 0}, "target": "abc"}
+SERVED = {"variant": "embedding", "n_kv_heads": 1, "mapping": "calibrated"}
+"""A retrieval head that SGLang's interface can serve."""
 TRAINED = ("longspec", "eagle3", "lookaheadkv", "kvzap", "specontext", "indexer")
 """Methods whose artifacts are made with their default settings, for a tiny target."""
 
@@ -58,7 +63,7 @@ def _hashed(tensors: Any) -> dict[str, str]:
 
 @cache
 def _target() -> Target:
-    return random_target("llama_micro", seed=0)
+    return random_target({**SHAPES["llama_micro"], "num_hidden_layers": 6}, seed=0)
 
 
 def _artifact(name: str) -> Victim:
@@ -76,6 +81,30 @@ def _artifact(name: str) -> Victim:
         return [found.method, found.config, found.target.to_json(), _hashed(found.tensors), found.provenance]
 
     return Victim(make, read, unread=("README.md", "local.json", "evidence.json", "*.png"))
+
+
+def _engine_folder(method: str, form: str, **fields: Any) -> Victim:
+    """A folder that engines serve, which is loaded in an artifact's place."""
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(1)
+        spec = methods.get(method)
+        config = spec.config(**fields)
+        module = spec.build(config, _target().info)
+        formats = spec.formats
+        assert formats is not None
+        facts = {"step": 4, "data": {"stages": [{"doc_tokens": 128}]}}
+        write_files(folder, formats.write(form, module.state_dict(), config, _target(), facts, folder.name))
+
+    def read(folder: Path) -> Any:
+        formats = methods.get(method).formats
+        assert formats is not None
+        if not formats.reads(folder):
+            raise ArtifactError(f"{folder} holds nothing that {method} reads")
+        found = formats.read(folder, None)
+        return [found.config, found.target.to_json(), _hashed(found.tensors)]
+
+    return Victim(make, read, unread=("README.md",))
 
 
 def _make_ledger(folder: Path) -> None:
@@ -159,6 +188,9 @@ VICTIMS: dict[str, Victim] = {
     "checkpoints": Victim(_make_checkpoints, _read_checkpoints),
     "features": Victim(_make_features, _read_features, prefix=True),
     "torch.save": Victim(_make_pickled, lambda folder: _hashed(read_pickled_tensors(folder / "x.bin"))),
+    "speculators folder": _engine_folder("eagle3", "speculators", layers=[1, 2, 4]),
+    "flat folder": _engine_folder("eagle3", "flat", layers=[1, 2, 4]),
+    "sglang folder": _engine_folder("specontext", "sglang", **SERVED),
     **{f"artifact of {name}": _artifact(name) for name in TRAINED},
 }
 """Name of a kind -> how one is made and read."""

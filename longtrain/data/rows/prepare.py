@@ -20,7 +20,7 @@ from longtrain.data.read.files import need
 from longtrain.data.read.manifest import Manifest
 from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
 from longtrain.data.retrieval.wording import PRETRAIN, wording_of
-from longtrain.data.rows.prepared import FORMAT, PREPARED, Prepared, PreparedWriter, read_manifest
+from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock
 from longtrain.folders import replaced_folder, settle
@@ -29,6 +29,8 @@ from longtrain.log import first_of_machine, get_logger
 log = get_logger(__name__)
 
 SHOWN_TOKENS = 400
+CONTENT = 1
+"""The version of what preparing makes of text; another one makes all data anew."""
 LABEL, READ = "bold green", "dim"
 
 
@@ -284,7 +286,7 @@ def _fingerprint(
     plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
-    return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([CONTENT, *parts, written], sort_keys=True).encode()).hexdigest()
 
 
 def _plain(source: SourceConfig) -> dict[str, Any]:

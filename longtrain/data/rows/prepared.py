@@ -23,7 +23,8 @@ from longtrain.settings import from_file
 
 log = get_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""The manifest's format; 1 is the same without a checksum."""
 HEADER_BYTES = 128
 CHECKSUM = "manifest_sha256"
 """The key of a manifest that holds the checksum of all its others."""
@@ -311,9 +312,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = files.read_json(folder / "manifest.json")
         from_file(_Manifest, manifest)
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in (1, FORMAT):
             raise ValueError(f"its format is {manifest['format']}")
         known = manifest.pop(CHECKSUM, None)
+        if known is None and manifest["format"] == FORMAT:
+            raise ValueError("its checksum is missing")
         if known is None and folder not in _old:
             _old.add(folder)
             log.warning(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError
-from longtrain.files import as_json, read_json
+from longtrain.files import as_json, json_sha256, open_regular, read_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
 from longtrain.methods.specontext.config import EMBEDDING, FORMATS, Config, key_offset
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 (FORM,) = FORMATS
 ABOUT, WEIGHTS, CODE = "specontext.json", "model.safetensors", "specontext_sglang.py"
 RECORD = "longtrain/record.json"
+CHECKSUM = "sha256"
+"""The key of the record that holds the checksum of all its others."""
 EMBEDDINGS, FREQUENCIES = "embed_tokens.weight", "inv_freq"
 ONE_SET = "train with method.sets=1 method.n_kv_heads=1 method.mapping=calibrated"
 
@@ -99,7 +102,13 @@ def sglang_files(
         CODE: Path(__file__).with_name(CODE).read_bytes(),
     }
     sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    record = {"method": vars(config), "target": info.to_json(), "steps": facts.get("step"), "files": sums}
+    record: dict[str, Any] = {
+        "method": vars(config),
+        "target": info.to_json(),
+        "steps": facts.get("step"),
+        "files": sums,
+    }
+    record[CHECKSUM] = json_sha256(record)
     return {**files, RECORD: as_json(record), "README.md": _card(name, config, info).encode()}
 
 
@@ -132,8 +141,10 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
         raise ConfigError(f"trained_by={trained_by}: {folder} was written by longtrain; leave trained_by out")
     try:
         record = read_json(folder / RECORD)
+        if record.pop(CHECKSUM, None) != json_sha256(record):
+            raise ArtifactError(f"{folder / RECORD} is not what was exported (its checksum differs)")
         for name in (ABOUT, WEIGHTS, CODE):
-            with (folder / name).open("rb") as stream:
+            with os.fdopen(open_regular(folder / name), "rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != record["files"][name]:
                     raise ArtifactError(f"{folder / name} is not what was exported (sha256 differs)")
         config, sketch = Config(**record["method"]), TargetSketch.from_json(record["target"])
@@ -145,7 +156,16 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
         RetrievalHead(config, sketch).load_state_dict(tensors)
     except ArtifactError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, LongtrainError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+        LongtrainError,
+    ) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ArtifactError(f"{folder} cannot be read: {said}; export it again, or copy it whole") from None
     about = {"format": FORM, "trained_by": "longtrain", "folder": folder.name}

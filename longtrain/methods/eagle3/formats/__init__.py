@@ -27,10 +27,11 @@ from longtrain.methods.eagle3.formats.names import (
     format_of,
 )
 from longtrain.methods.eagle3.formats.read import read_folder
+from longtrain.methods.eagle3.formats.record import refuse_changed
 from longtrain.methods.eagle3.formats.verify import fresh_norms, verify_folder
 from longtrain.methods.eagle3.formats.write import folder_config, folder_tensors, refuse
 from longtrain.methods.eagle3.vocabulary import check_vocabulary
-from longtrain.methods.spec import Formats
+from longtrain.methods.spec import Formats, Imported
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -112,11 +113,22 @@ def longest_document(facts: Mapping[str, Any]) -> int | None:
     return max((int(stage["doc_tokens"]) for stage in stages if "doc_tokens" in stage), default=None)
 
 
+def _read(folder: Path, trained_by: str | None) -> Imported:
+    """The draft of a folder, which is as it was exported where longtrain wrote it; see `read_folder`.
+
+    Raises:
+        ArtifactError: see `read_folder`; or it was changed since.
+    """
+    found = read_folder(folder, trained_by)  # it says best what is damaged
+    refuse_changed(folder)
+    return found
+
+
 FORMATS = Formats(
     names=NAMES,
     patterns=(CONFIG, MODEL, INDEX, "model-*.safetensors", PICKLED, "longtrain/*"),
     reads=lambda folder: format_of(folder) is not None,
-    read=read_folder,
+    read=_read,
     refuse=refuse,
     write=format_files,
     verify=verify_folder,

@@ -46,6 +46,8 @@ TRAINERS = ("longtrain", "speculators", "specforge", "eagle", "modelopt", "angel
 """Trainers whose folders are understood; `trained_by=` takes one of them."""
 LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")
 """A folder's tensors that are no part of the draft."""
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types of weights; a cast from any other would make other numbers of them."""
 LAYER_KEY = "transformer_layer_config"
 DEPTHS = 7
 LEAST_WINDOW = 3
@@ -307,6 +309,9 @@ def _checked(
             problems.append(f"{outer} is {tuple(tensor.shape)}, not {want[name]}")
         elif name in tensors:
             problems.append(f"{outer} is there twice")
+        elif name != IDS and tensor.dtype not in FLOATS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            problems.append(f"{outer} is {kind}, not bfloat16, float16, float32 or float64")
         else:
             tensors[name] = tensor
     problems += [f"missing {name} {shape}" for name, shape in want.items() if name not in tensors]

@@ -5,8 +5,6 @@ Engines check little: a missing tensor, another rotary base or a wrong map costs
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +13,19 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
-from longtrain.files import read_json
-from longtrain.methods.eagle3.formats.golden import FOLDER, GOLDEN, RECORD, Proposals
+from longtrain.methods.eagle3.formats.golden import GOLDEN, Proposals
 from longtrain.methods.eagle3.formats.names import (
     CONFIG,
     EMBEDDINGS,
     FLAT,
     IDS,
-    MODEL,
     format_of,
     inside,
     read_config,
     read_tensors,
 )
 from longtrain.methods.eagle3.formats.read import read_folder
+from longtrain.methods.eagle3.formats.record import changed_files, changed_keys, read_record
 from longtrain.methods.eagle3.formats.sglang import sglang_problems
 from longtrain.methods.eagle3.formats.smoke import smoke
 from longtrain.methods.eagle3.vocabulary import lacking
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-FREE = ("speculators_config", "dtype", "torch_dtype", "transformers_version")
-"""Keys of `config.json` that may be edited after the export."""
 LARGEST = 1e4
 """No trained weight of a draft is larger."""
 
@@ -62,9 +57,9 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
     if format_of(folder) is None:
         raise ArtifactError(f"{folder} holds no EAGLE-3 draft: no {CONFIG} that says so; allowed: its folder")
     wrong, said = [], []
-    record = _record(folder)
+    record = read_record(folder)
     if record is not None:
-        wrong += _changed_files(folder, record) + _changed_keys(record["config"], read_config(folder))
+        wrong += changed_files(folder, record) + changed_keys(record["config"], read_config(folder))
         said.append(f"files={len(record['files'])} config.json={'changed' if wrong else 'as exported'}")
     try:
         found = read_folder(folder, trained_by)
@@ -116,55 +111,6 @@ def unhealthy(tensors: Mapping[str, Tensor]) -> list[str]:
             wrong.append(f"{name} reaches {float(wide.abs().max()):.3g} (allowed {LARGEST:g})")
         elif wide.ndim == 2 and float(wide.std()) == 0:
             wrong.append(f"{name} holds one number everywhere")
-    return wrong
-
-
-def _record(folder: Path) -> Json | None:
-    path = folder / RECORD
-    if not path.is_file():
-        if (folder / FOLDER).is_dir() or read_config(folder).get("trained_by") == "longtrain":
-            raise ArtifactError(f"{path} is missing; copy the whole folder, or export it again")
-        return None
-    try:
-        record = read_json(path)
-        kinds = {"config": dict, "files": dict, "fresh": list}
-        if not all(isinstance(record[key], kind) for key, kind in kinds.items()):
-            raise ValueError("a key is of another kind")
-        if lost := [name for name in (CONFIG, MODEL, GOLDEN) if name not in record["files"]]:
-            raise ValueError(f"files has no checksum of {', '.join(lost)}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; export the folder again") from None
-    return record
-
-
-def _changed_files(folder: Path, record: Json) -> list[str]:
-    wrong = []
-    for name, checksum in record["files"].items():
-        path = folder / name
-        if not path.is_file():
-            wrong.append(f"{name} is missing")
-            continue
-        with path.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != checksum:
-                wrong.append(f"{name} is not what was exported (sha256 differs)")
-    return wrong
-
-
-def _changed_keys(then: Json, now: Json, before: str = "") -> list[str]:
-    """Keys of `config.json` that are missing, new or have another value."""
-    wrong = []
-    for key in dict.fromkeys([*then, *now]):
-        path = before + key
-        if path in FREE or (key not in then and then.get(key) == now.get(key)):
-            continue
-        if key not in now:
-            wrong.append(f"{CONFIG} lacks {path} (exported: {json.dumps(then[key])})")
-        elif isinstance(then.get(key), dict) and isinstance(now[key], dict):
-            wrong += _changed_keys(then[key], now[key], f"{path}.")
-        elif key not in then or then[key] != now[key]:
-            wrong.append(
-                f"{CONFIG} has {path}={json.dumps(now[key])} (exported: {json.dumps(then.get(key))})"
-            )
     return wrong
 
 
