@@ -1,9 +1,11 @@
 import math
 
+import pytest
 import torch
 
 from longtrain.data.rows.batch import Batch
 from longtrain.methods.spec import Loss
+from longtrain.training.callbacks import short
 from longtrain.training.figures import Pool
 
 
@@ -59,3 +61,15 @@ def test_a_figure_without_counts_is_nan():
     pool.close(1)
     (record,) = pool.read(lambda mine: [mine])
     assert math.isnan(record.figures["acc"])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("head_1", "head_2"), "head 0.500,0.500"),  # no "d_1" of a family "hea"
+        (("acc/depth_0", "acc/depth_1"), "acc 0.500,0.500"),
+        (("recall@d4", "acc_1", "fold7"), "recall 0.500 acc 0.500 fold 0.500"),
+    ],
+)
+def test_figures_of_a_family_stand_together_under_its_whole_name(names: tuple[str, ...], said: str) -> None:
+    assert short({f"train/{name}": 0.5 for name in names}) == said
