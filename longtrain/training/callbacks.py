@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -28,11 +27,9 @@ from longtrain.progress import Pace
 from longtrain.training import checkpoint, state
 from longtrain.training.metrics import Metrics
 from longtrain.training.module import TrainModule
+from longtrain.training.table import family
 
 log = get_logger(__name__)
-
-NUMBERED = re.compile(r"(?:[_/@.-](?:depth|d)[_/]?|[_/@.-]?)\d+$")
-"""The end of a figure's name that says which one of a family it is: `_1`, `/depth_0`, `@d2`."""
 
 LINE_SECONDS = 15.0
 """Without a terminal: at most one line in so many seconds."""
@@ -273,7 +270,7 @@ def short(figures: dict[str, float], *, equals: str = " ") -> str:
     families: dict[str, list[str]] = {}
     for name, value in figures.items():
         if name.startswith("train/") and name not in ("train/lr", "train/grad_norm"):
-            stem = NUMBERED.sub("", name.removeprefix("train/"))
+            stem = family(name.removeprefix("train/"))
             families.setdefault(stem, []).append(f"{value:.3f}")
     if "val/loss" in figures:
         families["val"] = [f"{figures['val/loss']:.3f}"]
