@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
+from longtrain.files import FULL, UTF8
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.grammar import in_grammar, in_list
@@ -32,7 +33,7 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
-Without a job word the recipe's own jobs run (train, unless it says otherwise): longtrain +recipe=quickstart
+Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
 """
@@ -63,15 +64,28 @@ def main() -> None:
     It exits with 0, 1 (the job failed), 2 (no such words), 130 (Ctrl-C) or 141 (nobody reads the output).
     """
     try:
-        with interrupts.at_once():
-            _begin()
-        sys.stdout.flush()
+        try:
+            with interrupts.at_once():
+                _begin()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(interrupts.NOTHING_DONE)
         sys.exit(130)
     except BrokenPipeError:  # `longtrain ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+        _end_output()
         sys.exit(141)
+    except OSError as error:  # `longtrain ... > FILE` on a disk that is full
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _end_output()
+        _complain(f"the output cannot be written: {error.strerror or error}")
+        sys.exit(1)
+
+
+def _end_output() -> None:
+    """Let what is left of the output go nowhere: Python flushes once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _begin() -> None:
@@ -160,7 +174,7 @@ def recipes(own: Path | None = None) -> dict[str, str]:
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
     files += sorted((own / "recipe").glob("*.yaml")) if own else []
-    return {file.stem: _about(file.read_text(encoding="utf-8")) for file in files}
+    return {file.stem: _about(file.read_text(encoding=UTF8)) for file in files}
 
 
 def _about(text: str) -> str:
@@ -201,7 +215,7 @@ def _run_hydra(words: list[str]) -> None:
             _set_full_error("1")
             hydra_config = HydraConfig.get()
             if hydra_config.mode == RunMode.MULTIRUN:
-                values = naming.swept(words, hydra_config.overrides.task)
+                values = naming.swept(words, chain.plain_words(hydra_config.overrides.task))
                 failed = len(failures) > before
                 runs.append(naming.SweptRun(str(cfg.name), values, Path(cfg.run_dir), failed))
 
@@ -224,6 +238,8 @@ def _run_hydra(words: list[str]) -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
+        if isinstance(failure, OSError) and failure.errno in FULL and failure.filename is None:
+            _end_output()
         for fault in getattr(failure, "faults", (failure,)):
             _complain(explain(fault, words))
     if failures:

@@ -34,7 +34,7 @@ class TrainingError(LongtrainError):
     """Training cannot go on: a loss that is not finite, say."""
 
 
-class Faults(LongtrainError):
+class Faults(LongtrainError):  # noqa: N818 (it is several errors)
     """Several faults that were found at once; the command line prints each on a line of its own.
 
     Args:

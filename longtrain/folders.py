@@ -46,7 +46,10 @@ class FolderKind:
         """
         if not folder.exists():
             return
-        reason = kind_of(folder.stat()) if not folder.is_dir() else self._foreign(folder)
+        if folder.is_dir():
+            reason = self._foreign(folder)
+        else:
+            reason = "is a file" if folder.is_file() else f"is {kind_of(folder.stat())}"
         if reason:
             raise LongtrainError(
                 f"{folder} exists and is not replaced by {self.what}, since it {reason}; move it, or choose "

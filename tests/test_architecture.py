@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "longtrain"
 TIERS = [
     {"errors", "log"},
     {"settings", "files", "tables", "progress"},
-    {"folders", "journals"},
+    {"folders", "journals", "pickled"},
     {"plots", "assets", "provenance"},
     {"costs"},
     {"kernels", "layers", "losses", "chunked", "data"},

@@ -243,6 +243,13 @@ class TestDispatch:
         self.call(monkeypatch, "+recipe=quickstart")
         assert ran == [(job, "quickstart") for job in ("train", "export", "eval")]
 
+    @pytest.mark.parametrize("word", ["train,export,eval", "job=train,export,eval"])
+    def test_several_jobs_with_commas(
+        self, word: str, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.call(monkeypatch, word, "+recipe=quickstart", "target.device=auto")
+        assert ran == [(job, "quickstart") for job in ("train", "export", "eval")]
+
     def test_a_word_does_that_job_alone(
         self, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -292,7 +299,7 @@ class TestDispatch:
         prompts: list[str] = []
         module = type("Module", (), {"run": staticmethod(lambda cfg: prompts.append(cfg.prompt))})
         monkeypatch.setitem(sys.modules, "tests_job_generate", module)
-        text = "It's [a] {b}, 50% \"c\" \\'d ${home} = e\\"
-        argv = self.call(monkeypatch, "generate", "target=tiny", f"prompt={text}")
-        self.call(monkeypatch, *argv)  # and once more through a relaunch
-        assert prompts == [text, text]
+        for text in ("It's [a] {b}, 50% \"c\" \\'d ${home} = e\\", "???", "'a\\${name}'"):
+            argv = self.call(monkeypatch, "generate", "target=tiny", f"prompt={text}")
+            self.call(monkeypatch, *argv)  # and once more through a relaunch
+            assert prompts[-2:] == [text, text]

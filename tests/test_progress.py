@@ -27,6 +27,12 @@ def test_the_time_left_follows_the_last_minute() -> None:
     assert pace.left_s(1000) == 0
 
 
+def test_a_figures_family_keeps_its_name() -> None:
+    named = ["head_1", "head_2", "acc_1", "acc_d2", "acc/depth_3", "loss", "bad2"]
+    figures = {f"train/{name}": 0.5 for name in named}
+    assert callbacks.short(figures) == "head 0.500,0.500 acc 0.500,0.500,0.500 loss 0.500 bad 0.500"
+
+
 def test_a_training_line_keeps_its_steps_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     narrow = Console(file=stream, width=80, force_terminal=True, color_system=None)

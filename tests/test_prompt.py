@@ -128,8 +128,8 @@ def test_all_jobs_are_checked_before_the_first_begins(
 ) -> None:
     done = run("+recipe=quickstart", *words)
     assert done.returncode == 1 and says in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not done.stdout
-    assert not list(tmp_path.iterdir())
+    assert all(line.startswith("longtrain: error: ") for line in done.stderr.splitlines())
+    assert not done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,10 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
         "# @package _global_\ndefaults: [{override /method: eagle3}]\n"
         "hydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '-1,-2'}}}\n"
     )
-    said = run("train", "--config-dir", str(tmp_path), "+recipe=mine").stderr
-    assert "optim.lr=-1" in said and "optim.lr=-2" in said  # the file itself asks for a sweep
+    done = run("train", "--config-dir", str(tmp_path), "+recipe=mine", "target=tiny")
+    said = done.stderr  # the file itself asks for a sweep
+    assert "optim.lr=-1; allowed" in said and "optim.lr=-2; allowed" in said
+    assert "runs/mine_0" in done.stdout and "runs/mine_1" in done.stdout
     names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
     assert loaded(["plan", "target=tiny", "gpu=FOO"], "numpy", cwd=tmp_path) == "[]"
     for wrong in (
@@ -344,6 +346,34 @@ def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
     assert done.returncode == 141 and done.stderr == ""
 
 
+def test_a_reader_that_goes_while_a_job_runs_is_no_error(tmp_path: Path) -> None:
+    """`longtrain generate ... | head -1`: the reader leaves after the first line."""
+    words = [sys.executable, "-m", "longtrain", "generate", "target=tiny", "prompt=Once upon a time"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen(
+        [*words, "decode.max_new_tokens=2000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+    ) as job:
+        assert job.stdout is not None and job.stderr is not None
+        job.stdout.read(1)
+        job.stdout.close()
+        said = job.stderr.read()
+    assert (job.returncode, said) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def broken(cfg: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    fake(monkeypatch, plan=broken)
+    done = run("plan", "target=tiny", "quiet=true")
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+
+
 def test_a_home_that_cannot_be_written(tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").write_text("")
     done = run("+recipe=quickstart", f"home={tmp_path}/file/below")
@@ -382,13 +412,21 @@ def test_a_recipe_of_ones_own_has_its_files_name(
     fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.run_dir, cfg.seed)))
     done = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "quiet=true")
     assert done.returncode == 0, done.stderr
-    assert seen == [("mine", "./runs/mine", 3)]
+    (folder / "mine.yaml").write_bytes(b"\xef\xbb\xbf" + (folder / "mine.yaml").read_bytes())
+    done = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "quiet=true")
+    assert done.returncode == 0, done.stderr
+    assert seen == [("mine", "./runs/mine", 3)] * 2, "a byte order mark is no part of the file"
     assert "mine " in run("recipes", "--config-dir", str(tmp_path / "conf")).stdout
     assert "mine " in run("recipes", f"--config-dir={tmp_path / 'conf'}").stdout
     assert "your own: --config-dir FOLDER" in run("plan", "+recipe=mine").stderr
     wrong = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "target.pth=x")
     assert "unknown key 'target.pth'; did you mean target.path?" in wrong.stderr
     shutil.copy(asset_dir("recipes") / "quickstart.yaml", folder / "copied.yaml")
+    (folder / "odd.yaml").write_text("# @package _global_\ndefaults:\n  - override /trget: tiny\n")
+    odd = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=odd")
+    assert odd.stderr == (
+        "longtrain: error: In 'recipe/odd': Could not override 'trget'. No match in the defaults list.\n"
+    )
     copied = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=copied")
     assert "copied.yaml has no line '# @package _global_'; put it above all others" in copied.stderr
 

@@ -246,9 +246,9 @@ def _about(artifact: Artifact, spec: MethodSpec) -> str:
         f"A module of method `{spec.name}` ({artifact.parameters():,} parameters) for the frozen target "
         f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
-        f"{target.head_dim}, vocabulary {target.vocab_size}{_weights(target)}). It works with that target only: loading checks "
-        f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
-        f"\n\n{_licences(artifact.provenance)}"
+        f"{target.head_dim}, vocabulary {target.vocab_size}{_weights(target)}). It works with that target "
+        f"only: loading checks shapes, rotary settings, tokenizer and weights."
+        f"\n\nMethod: {spec.paper}. Trained with longtrain.\n\n{_licences(artifact.provenance)}"
     )
 
 

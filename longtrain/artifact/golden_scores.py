@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from longtrain.artifact.golden import (
-    HALF,
     PERIOD,
     STRICT,
     Attach,
@@ -73,7 +72,7 @@ class ScoreGolden(Golden):
 
     def _in_fp32(self, attach: Attach, target: Target) -> list[Check]:
         """All layers with a target of the same weights, since stored inputs are those of the first ones."""
-        if dtype_name(target.dtype) not in HALF or dtype_name(target.dtype) != self.dtype:
+        if dtype_name(target.dtype) != self.dtype:
             return []
         what = f"the {self.who} and the target in fp32"
         distances = self._distances(what, self._on_target(attach, WideTarget(target))[0], self.scores_LGT)

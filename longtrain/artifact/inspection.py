@@ -141,7 +141,7 @@ def _target(folder: Path) -> Inspection:
     from longtrain.targets.at_hand import folder_at_hand, licence_of
     from longtrain.targets.config_file import read_config
     from longtrain.targets.info import check_supported
-    from longtrain.targets.stored.checkpoint import Checkpoint
+    from longtrain.targets.stored.checkpoint import StoredWeights
 
     config = read_config(folder)
     check_supported(config, str(folder))
@@ -151,7 +151,9 @@ def _target(folder: Path) -> Inspection:
     facts |= {"files": _sizes(folder), "licence": licence_of(str(folder)) or "not stated"}
     try:
         folder_at_hand(str(folder))
-        for name, stored in Checkpoint(folder, device=torch.device("cpu"), tied=config.tie_word_embeddings):
+        for name, stored in StoredWeights(
+            folder, device=torch.device("cpu"), tied=config.tie_word_embeddings
+        ):
             rows = stored.rows(slice(None))
             count += rows.numel()
             refuse_not_finite({name: rows}, str(stored.file))

@@ -21,6 +21,7 @@ from longtrain.data.read.adapters import adapt
 from longtrain.data.read.files import (
     BUNDLED,
     JSONL_SUFFIXES,
+    PACKED_SUFFIXES,
     TEXT_SUFFIXES,
     find,
     read_jsonl,
@@ -31,7 +32,6 @@ from longtrain.data.read.files import (
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import UTF8
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ log = get_logger(__name__)
 SUFFIXES = {
     ".txt": "text",
     ".md": "text",
+    ".rst": "text",
     ".py": "code",
     ".c": "code",
     ".h": "code",
@@ -66,7 +67,7 @@ def texts(where: str, *, like: str | None = None, limit: int | None = None) -> I
     """Named texts, in a fixed order.
 
     Args:
-        where: a file or folder of text or JSON lines (plain, .xz or .gz), `bundled:FOLDER`, or a corpus of
+        where: a file or folder of text or JSON lines (plain or packed), `bundled:FOLDER`, or a corpus of
             `data_prep` by its name. What exists on disk goes first.
         like: the corpus whose adapter and columns read JSON lines; None: rows with a field `text`.
         limit: most texts.
@@ -182,10 +183,11 @@ def text_files(root: Path) -> list[Path]:
     Raises:
         DataError: nothing is there.
     """
-    files = [p for p in visible(root) if p.suffix in SUFFIXES] if root.is_dir() else [root]
+    files = [p for p in visible(root) if _ending(p) in SUFFIXES] if root.is_dir() else [root]
     if not files or not files[0].is_file():
         raise DataError(
-            f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
+            f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files, "
+            "plain, .xz, .gz or .zst"
         )
     return files
 
@@ -198,7 +200,7 @@ def read_texts(
     Raises:
         DataError: nothing is there, or a file is not text.
     """
-    root = Path(where).expanduser()
+    root = Path(os.path.expandvars(where)).expanduser()
     named = {file: _kind(file, root) for file in text_files(root)}
     chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
     if not chosen:
@@ -207,7 +209,7 @@ def read_texts(
             have = sorted({kind for kind in named.values() if kind})
             raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
         log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), root, len(chosen))
-    return [(file.stem, kind, _read(file)) for file, kind in chosen.items()]
+    return [(_plain(file).stem, kind, read_text(file)) for file, kind in chosen.items()]
 
 
 def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[HeldOutText]:
@@ -258,7 +260,7 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
 def _local(where: str, like: str | None) -> Iterator[tuple[str, str]]:
     part = Manifest.load(like).parts[0] if like else None
     for file in find(where, (*TEXT_SUFFIXES, *JSONL_SUFFIXES)):
-        if not file.name.removesuffix(".xz").removesuffix(".gz").endswith(JSONL_SUFFIXES):
+        if _ending(file) not in JSONL_SUFFIXES:
             yield stem(file), read_text(file)
             continue
         for name, row in read_jsonl(file):
@@ -271,19 +273,22 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding=UTF8)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
+def _plain(file: Path) -> Path:
+    """A file's name without the suffix of its packing."""
+    return file.with_suffix("") if file.suffix in PACKED_SUFFIXES else file
+
+
+def _ending(file: Path) -> str:
+    """What a file's name ends with, packing aside."""
+    return _plain(file).suffix
 
 
 def _kind(file: Path, root: Path) -> str | None:
     """What a file's name, folder or ending says of its kind; None where they say nothing."""
-    named = [file.stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [file.stem]
+    named = [_plain(file).stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [_plain(file).stem]
     for word in named:
         first = word.replace("-", "_").split("_")[0].lower().removesuffix("s")
         if first in KINDS:
             return first
-    kind = SUFFIXES.get(file.suffix, "text")
+    kind = SUFFIXES.get(_ending(file), "text")
     return None if kind == "text" else kind

@@ -28,7 +28,7 @@ from longtrain.evaluation.metrics.ruler import clean, match_all
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
 from longtrain.evaluation.suites.continuation import Point, choose_points
-from longtrain.evaluation.suites.needle import prompt_writer
+from longtrain.evaluation.suites.needle import numbers_in, prompt_writer
 from longtrain.methods.policies.base import Scorer
 from longtrain.methods.policies.oracle import ToldOracle
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 CONTINUE = "continue"
 """The task of going on with plain text, judged against the full cache's own continuation."""
 TASKS = (*QUESTION_TASKS, CONTINUE)
-NUMBER, NAME = re.compile(r"\d+"), re.compile(r"\b[A-Z]{2,}\b")
-"""What answers are made of: numbers, and the names of variables."""
+NAME = re.compile(r"\b(?!VAR\b)[A-Z]{2,}\b")
+"""Names of variables in an answer, which may say VAR before each as the text does."""
 QUOTED = 8
 """Words of a quotation that are compared."""
 
@@ -148,8 +148,8 @@ def judge(prompt: Prompt, text: str) -> Judged:
     if prompt.task == "quote":
         words = prompt.answer.split()[:QUOTED]
         return Judged(text.split()[: len(words)] == words, found)
-    kind = NAME if prompt.task == "chains" else NUMBER
-    return Judged(Counter(kind.findall(text)) == Counter(prompt.values), found)
+    said = NAME.findall(text) if prompt.task == "chains" else numbers_in(text)
+    return Judged(Counter(said) == Counter(prompt.values), found)
 
 
 def wanted(prompt: Prompt) -> list[str]:

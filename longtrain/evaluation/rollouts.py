@@ -10,7 +10,6 @@ Shapes: B texts, N tokens of the longest, T rows of a step, E hidden dim, V voca
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from longtrain.errors import DataError
 from longtrain.evaluation.harness.protocol import json_hash
 from longtrain.evaluation.perplexity import ROWS, read_contexts, told
 from longtrain.evaluation.records import ids_sha256
-from longtrain.files import as_json, write_files
+from longtrain.files import as_json, read_json, write_files
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -266,9 +265,9 @@ def _tokens_of(file: Path) -> list[int]:
         DataError: it holds none.
     """
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["tokens"]
+        tokens = read_json(file)["tokens"]
         if tokens and all(type(one) is int for one in tokens):
             return list(tokens)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     raise DataError(f"{file} holds no text that the full cache wrote; remove it, and it is written anew")

@@ -13,13 +13,11 @@ Shapes: T tokens, E hidden dim, L layers that were dumped.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +28,8 @@ from torch.nn.functional import rms_norm
 from longtrain.errors import DataError, TargetMismatchError
 from longtrain.features.forms import Features, Form
 from longtrain.features.target import in_words, row_key
+from longtrain.files import need_regular
+from longtrain.pickled import read_pickled
 from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
@@ -133,8 +133,9 @@ def _check(document: DumpedDocument, target: Target, layers: Sequence[int]) -> N
 def _read(file: Path, name: str) -> DumpedDocument:
     try:
         if file.suffix == ".safetensors":
+            need_regular(file)
             return _newer_speculators(load_file(file), name)
-        values = torch.load(file, map_location="cpu", weights_only=True)
+        values = read_pickled(file)
         return _specforge(values, name) if file.suffix == ".ckpt" else _speculators(values, name)
     except (
         OSError,
@@ -145,9 +146,7 @@ def _read(file: Path, name: str) -> DumpedDocument:
         IndexError,
         AttributeError,
         EOFError,
-        BadZipFile,
         SafetensorError,
-        pickle.UnpicklingError,
     ) as error:
         reason = (str(error).splitlines() or [""])[0][:120]
         raise DataError(

@@ -11,6 +11,7 @@ from typing import Any
 from longtrain import files
 from longtrain.errors import ConfigError, DataError
 from longtrain.features.forms import Form
+from longtrain.files import read_json
 
 FORMAT = 1
 NAME = "features.json"
@@ -77,11 +78,11 @@ def read(folder: Path) -> Identity | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         if values.pop("format") != FORMAT:
             raise ValueError("another version")
         return Identity(**{**values, "form": Form(**values["form"])})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} cannot be read ({type(error).__name__}: {error}); delete the folder, and fill it again "
             "with features=fill"

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, open_dict
 from longtrain import files, provenance
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
+from longtrain.files import read_json
 from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
 from longtrain.progress import follow
@@ -190,7 +191,7 @@ def _target_shape(cfg: DictConfig) -> str | dict[str, Any] | None:
         if Sizes.of_keys(keys) == size:
             return name
     if (file := config_file(str(cfg.target.path or ""))) is not None:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(read_json(file))
     raise ConfigError(
         f"target.path={cfg.target.path} is not on this machine, and the suite builds a random model of its "
         f"config.json; pass a folder, or suite.shape= with one of: {', '.join(SHAPES)}"

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
-from longtrain.errors import ArtifactError, ConfigError
-from longtrain.files import read_json
+from longtrain.errors import ArtifactError, ConfigError, first_line
+from longtrain.files import read_json, read_text
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
@@ -32,6 +33,28 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 COMPARED_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """What is read of the method of a run."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """What is read of the target of a run."""
+
+    path: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What is read of the configuration of a run; it holds more."""
+
+    method: _Named
+    target: _Placed | None = None
 
 
 def run(cfg: DictConfig) -> None:
@@ -87,7 +110,7 @@ def run(cfg: DictConfig) -> None:
     single = spec.members is None
     if form is not None and single:
         formats.check(spec.name, form, config, None)
-    target = load_target_from(cfg, path=settings["target"]["path"], fuse=False)
+    target = load_target_from(cfg, path=(settings.get("target") or {}).get("path"), fuse=False)
     _same_target(saved, target)
     if form is not None and single:
         formats.check(spec.name, form, config, target.info)
@@ -199,11 +222,12 @@ def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:
 def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
     """The configuration of the training run: what was trained is exported, whatever the command says now."""
     try:
-        settings = plain(OmegaConf.load(trained / "config.yaml"))  # type: ignore[arg-type]
+        settings = plain(OmegaConf.create(read_text(trained / "config.yaml")))
+        from_file(_Settings, settings)
         name = str(settings["method"]["name"])
-    except (OSError, KeyError, TypeError, YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, YAMLError, OmegaConfBaseException) as error:
         raise ArtifactError(
-            f"{trained / 'config.yaml'} is missing or damaged: {error}; train again"
+            f"{trained / 'config.yaml'} is missing or damaged: {' '.join(str(error).split())}; train again"
         ) from None
     if cfg.method is not None and str(cfg.method.name) != name:
         raise ConfigError(
@@ -213,13 +237,20 @@ def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
 
 
 def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
-    """The method's own fields of a saved `method` group."""
+    """The method's own fields of a saved `method` group.
+
+    Raises:
+        ArtifactError: a field is unknown, or has a value that is not allowed.
+    """
     unknown = sorted({*values} - {"name"} - {field.name for field in dataclasses.fields(spec.config)})
     if unknown:
         raise ArtifactError(
             f"the run was trained by another longtrain: method {spec.name} has no {unknown[0]}"
         )
-    return spec.config(**{key: value for key, value in values.items() if key != "name"})
+    try:
+        return spec.config(**{key: value for key, value in values.items() if key != "name"})
+    except (TypeError, ConfigError) as error:
+        raise ArtifactError(f"config.yaml of the run is damaged: {first_line(error)}; train again") from None
 
 
 def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:

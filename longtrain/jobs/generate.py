@@ -73,7 +73,7 @@ def run(cfg: DictConfig) -> None:
     )
     writer.close(generation.texts[0] if generation.texts else "")
     print()
-    if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
+    if not chat and chats(target.tokenizer) and not "".join(generation.texts or ()).strip():
         _aside("the target ended the text at once; chat=true asks it in its chat template")
     pairs = zip(entry.artifacts, artifacts, strict=True)
     unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
@@ -259,6 +259,13 @@ def _one_prompt(cfg: DictConfig) -> None:
         raise ConfigError(
             'prompt is empty; allowed: a text of one token or more, e.g. prompt="Once upon a time"'
         )
+    try:
+        str(cfg.prompt).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "prompt= holds bytes that are not UTF-8; type it in a terminal that is set to UTF-8, or pass "
+            "prompt_file=FILE"
+        ) from None
 
 
 def _prompt(cfg: DictConfig) -> str:

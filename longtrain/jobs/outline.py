@@ -5,7 +5,6 @@ Whatever must fit is judged by `costs.held`; `plan`, `preflight` and `train` ask
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -230,7 +229,7 @@ def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
     """
     where = str(cfg.target.path or "")
     if (file := config_file(where)) is not None:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_json(file)
         shape = {
             **asdict(Sizes.of_keys(raw)),
             "max_positions": cfg.target.get("max_positions") or raw["max_position_embeddings"],

@@ -34,6 +34,8 @@ NO_CUDA = (
 Device = Annotated[
     str, fulfils(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch), Words("auto, cpu, cuda, cuda:0, ...")
 ]
+LONGEST_PATH = 4095
+"""Bytes of a path that the system takes; a part of it may have 255."""
 TARGET_KEYS: dict[str, tuple[Any, Any]] = {
     "dtype": (one_of([AUTO, "float64", "float32", "bfloat16", "float16"]), AUTO),
     "device": (Device, AUTO),
@@ -246,6 +248,8 @@ def _choose(values: list[Any], chosen: dict[str, Any], cfg: DictConfig) -> None:
 def load_artifact(name: str, cfg: DictConfig) -> Artifact:
     """An artifact, or another tool's folder in its place, as `home`, `trained_by` and `unverified` say.
 
+    With `unverified` a comparison that fails is noted (`Artifact.verified`), then and when it is attached.
+
     Raises:
         ArtifactError: there is none, or it is damaged.
     """
@@ -284,6 +288,9 @@ def artifact_names(cfg: DictConfig) -> list[str]:
             value,
             "a name, or a list of names such as [draft,eviction], in quotes where one reads as a number",
         )
+    for name in names:
+        if len(name.encode()) > LONGEST_PATH or any(len(part.encode()) > 255 for part in name.split("/")):
+            raise wrong("artifact", f"{name[:60]}... ({len(name)} characters)", "a name that a file can have")
     return names
 
 

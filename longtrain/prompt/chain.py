@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, Gathered
@@ -41,7 +41,7 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    choices, words = hydra.runtime.choices, list(hydra.overrides.task)
+    choices, words = hydra.runtime.choices, plain_words(hydra.overrides.task)
     if cfg.name == naming.UNNAMED and not following.typed("name", words):  # our recipes have a name
         cfg.name = naming.usual_name(cfg, choices)
         if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(cfg)):
@@ -90,6 +90,13 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
         done.append(job)
 
 
+def plain_words(overrides: Any) -> list[str]:
+    """The overrides of a run as Hydra read them: `${...}` in them stays what it is."""
+    from omegaconf import OmegaConf
+
+    return [str(word) for word in OmegaConf.to_container(overrides, resolve=False) or ()]
+
+
 def _asked(cfg: DictConfig, config_name: str, given: Sequence[str]) -> list[str]:
     worded = any(word.startswith("--config-name=") for word in given)
     asked = config_name if worded else cfg.job
@@ -114,7 +121,7 @@ def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> No
         if is_group(key) or (rest and first not in FIXED):
             continue
         if rest or not any(first in OmegaConf.load(asset_dir("conf") / f"{job}.yaml") for job in jobs):
-            raise ConfigError(explain_key(key, given))
+            raise ConfigError(explain_key(key, given) or f"unknown key '{key}'")
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:

@@ -71,9 +71,11 @@ def check(
     before: list[str] = []
     gathered = Gathered(faults)
     for job, cfg in steps:
-        for part in _parts(job, cfg, words, before):
-            with gathered.one():
-                part()
+        with gathered.one():
+            _common(cfg)  # the others rest on these keys
+            for part in _parts(job, cfg, words, before):
+                with gathered.one():
+                    part()
         before.append(job)
     gathered.tell()
 
@@ -82,8 +84,7 @@ def _parts(
     job: str, cfg: DictConfig, words: Sequence[str], before: Sequence[str]
 ) -> Iterator[Callable[[], None]]:
     """The checks of a job that comes after others."""
-    yield partial(_common, cfg)
-    yield partial(_target_there, cfg)
+    yield partial(_target, cfg)
     if job not in WRITES_NOTHING:
         yield partial(_writable, cfg)
     if job == "bench":
@@ -122,11 +123,12 @@ def _common(cfg: DictConfig) -> None:
     for key in ("home", "run_dir"):
         convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
+
+
+def _target(cfg: DictConfig) -> None:
+    """The keys of the target are right, and it is there if it is a folder."""
     for key in TARGET_KEYS:
         target_key(cfg, key)
-
-
-def _target_there(cfg: DictConfig) -> None:
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
         remote = where.count("/") == 1 and where[0] not in "./~"
@@ -157,8 +159,8 @@ def _method(cfg: DictConfig) -> None:
         read(methods.config_class(str(cfg.method.name)), plain(cfg.method), "method", ignore=("name",))
 
 
-def _training(cfg: DictConfig) -> None:
-    """A method is chosen, and the groups that only training has are right."""
+def _trained(cfg: DictConfig) -> None:
+    """A method is chosen, its settings are right, and it has a target where it needs one."""
     if cfg.method is None:
         raise ConfigError(
             "no method is chosen (method=null); pass +recipe=NAME, or method=NAME with one of: "
@@ -167,6 +169,10 @@ def _training(cfg: DictConfig) -> None:
     _method(cfg)
     if not (cfg.target and cfg.target.path) and methods.get(str(cfg.method.name)).export is None:
         raise ConfigError(NO_TARGET)
+
+
+def _training(cfg: DictConfig) -> None:
+    """The groups that only training has are right."""
     optim = read(Optim, plain(cfg.optim), "optim")
     loop = read(LoopConfig, plain(cfg.trainer), "trainer")
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
@@ -176,6 +182,10 @@ def _training(cfg: DictConfig) -> None:
             f"target.device={device}: training puts the target where trainer.accelerator={loop.accelerator} "
             "and trainer.devices say; leave it out, and pass trainer=cpu, or trainer.devices=[1], say"
         )
+
+
+def _begins(cfg: DictConfig) -> None:
+    """What training starts from, or reads in the target's place, is there."""
     features_of(cfg)
     if cfg.init:
         _there(cfg, str(cfg.init))
@@ -291,8 +301,8 @@ def _listed(cfg: DictConfig) -> None:
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
-    "preflight": (_training, _data, word_checks.staged),
-    "train": (_training, _cuda, _resume, _data, word_checks.staged),
+    "preflight": (_trained, _training, _begins, _data, word_checks.staged),
+    "train": (_trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
     "export": (_method, word_checks.exported),
     "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
     "generate": (_prompt, _method, _decode),

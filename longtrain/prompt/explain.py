@@ -10,6 +10,7 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
+from longtrain.files import FULL
 from longtrain.prompt.grammar import in_list
 from longtrain.prompt.store import own_folder
 from longtrain.prompt.suite_help import JOBS as SUITE_JOBS
@@ -29,6 +30,10 @@ PLACES = {
     errno.ENAMETOOLONG,
 }
 """Errors of a place that cannot be written to or read."""
+
+
+SHOWN = 200
+"""Characters of a long text's beginning and end that are shown."""
 
 
 def explain(error: BaseException, words: Sequence[str] = ()) -> str:
@@ -54,12 +59,32 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str:
     if type(error).__name__ == "OutOfMemoryError":
         said = ". ".join(line.split(". ")[:2])
         return f"{said}; shorten the rows or prompts, or lower the batch (HYDRA_FULL_ERROR=1 shows where)"
+    return f"{_in_words(error, line)} (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def _in_words(error: BaseException, line: str) -> str:
+    """A sentence on an error of Python's or of a library, which nobody nearer to it has put into words."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{_short(error.filename or line)}: no file can have so long a name; pass a shorter one"
     if isinstance(error, OSError) and error.filename is not None and error.errno in PLACES:
-        return (
-            f"{error.filename}: {error.strerror}; outputs go below home=FOLDER or LONGTRAIN_HOME "
-            "(HYDRA_FULL_ERROR=1 shows where)"
-        )
-    return f"{type(error).__name__}: {line} (HYDRA_FULL_ERROR=1 shows where)"
+        return f"{error.filename}: {error.strerror}; outputs go below home=FOLDER or LONGTRAIN_HOME"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{_short(error.filename)} cannot be read or written: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"the output cannot be written: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "this machine has not enough memory for it; lower what is large (rows, prompts, batches)"
+    if isinstance(error, RecursionError):
+        return "a file is nested too deeply to be read, or a template calls itself without an end"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a file is no UTF-8 text ({line}); write it as UTF-8"
+    return f"{type(error).__name__}: {_short(line)}"
+
+
+def _short(text: Any) -> str:
+    """A text with its middle left out where it is long."""
+    said = str(text)
+    return said if len(said) <= 2 * SHOWN else f"{said[:SHOWN]}...{said[-SHOWN:]}"
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -97,6 +122,9 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     Args:
         key: that is not there.
         args: the words of the command line, as Hydra reads them.
+
+    Returns:
+        The message; empty where the groups that are chosen do not compose.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -108,8 +136,11 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     folder = own_folder(args)
     places = [f"hydra.searchpath={in_list([f'file://{folder.absolute()}'])}"] if folder else []
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-        node: Any = hydra.compose(job, overrides=[*groups, *places])
+    try:
+        with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+            node: Any = hydra.compose(job, overrides=[*groups, *places])
+    except Exception:  # what is wrong is in a file, not in the words
+        return ""
     worded = any(arg.startswith("--config-name=") for arg in args)
     if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
         words = " ".join([node.job, *(group for group in groups if "recipe=" in group)])

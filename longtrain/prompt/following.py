@@ -1,4 +1,4 @@
-"""What a recipe or a default says is fitted to the target, its window of positions and the text that is there.
+"""Fits what a recipe or a default says to the target, to its window of positions and to the text at hand.
 
 A recipe is written for no target in particular. Its lengths are lowered to the target's window, and one line
 says which; a length that is typed on the command line stays as it is and is refused beyond the window. What
@@ -21,6 +21,7 @@ from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
+from longtrain.targets.at_hand import fetch_config, is_hub_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -97,7 +98,7 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
     files = [one for one in sources or () if isinstance(one, Mapping) and "synthetic" not in one]
     if not files or not all(one.get("optional") and not _where(one) for one in files):
         return None
-    made = any((Path(cfg.home) / "data").glob(f"{data.name}-*/manifest.json"))
+    made = any((Path(str(cfg.home)) / "data").glob(f"{data.name}-*/manifest.json"))
     if set(jobs).isdisjoint(READ_DATA) and made:
         return None
     data.books = SHIPPED
@@ -119,6 +120,10 @@ def window_of(cfg: DictConfig) -> int | None:
         return None  # it trains a target
     try:
         if cfg.target and (cfg.target.path or cfg.target.shape):
+            where = str(cfg.target.path or "")
+            unknown = where and cfg.target.shape is None and outline.config_file(where) is None
+            if unknown and not cfg.dry_run and is_hub_id(where):
+                fetch_config(where)
             return outline.target_shape(cfg)[0].max_positions
         for name in artifact_names(cfg):
             place = Path(cfg.home) / "checkpoints" / name
@@ -166,7 +171,7 @@ def _lengths(cfg: DictConfig, jobs: Sequence[str], window: int) -> Iterator[Leng
     """Every length that the window bounds."""
     if not set(jobs).isdisjoint((*READ_DATA, "export")) or cfg.method is not None:
         yield from _of_method(cfg.method, "method", window)
-    if cfg.get("data"):
+    if cfg.get("data") and "sources" in cfg.data:  # else it is what a target is trained on
         yield from _of_data(cfg.data, window)
     if "eval" in jobs and cfg.get("compare") is None:
         yield from _of_suite(cfg, window)
@@ -205,7 +210,9 @@ def _of_data(data: DictConfig, window: int) -> Iterator[Length]:
         options = source.get("options") if isinstance(source, Mapping) else None
         if options and options.get("doc_tokens"):
             where = "data.sources.options.doc_tokens"
-            yield from _pair(options, "doc_tokens", where, over=("data.sources",), most=window, why="a document")
+            yield from _pair(
+                options, "doc_tokens", where, over=("data.sources",), most=window, why="a document"
+            )
 
 
 def _of_suite(cfg: DictConfig, window: int) -> Iterator[Length]:
@@ -228,9 +235,7 @@ def _of_suite(cfg: DictConfig, window: int) -> Iterator[Length]:
         yield _single(suite, "window", "suite.window", most=window, why="a context and the tokens scored")
 
 
-def _single(
-    node: Any, name: str, key: str, *, over: tuple[str, ...] = (), most: int, why: str
-) -> Length:
+def _single(node: Any, name: str, key: str, *, over: tuple[str, ...] = (), most: int, why: str) -> Length:
     def put(found: tuple[int, ...]) -> None:
         node[name] = found[0]
 
@@ -259,7 +264,9 @@ def _beyond(length: Length, window: int) -> ConfigError:
 
 def _where(source: Mapping[str, Any]) -> Any:
     """The path of a source of files."""
-    return next((source[key] for key in ("text", "jsonl", "conversations", "tokenised") if key in source), "?")
+    return next(
+        (source[key] for key in ("text", "jsonl", "conversations", "tokenised") if key in source), "?"
+    )
 
 
 def count(value: Any) -> int:

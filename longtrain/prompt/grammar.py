@@ -11,11 +11,11 @@ import re
 TEXTS = ("prompt",)
 """Keys whose value is any text."""
 NAMES = (
-    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "runs", "compare", "stop",
-    "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
+    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "runs", "compare",
+    "stop", "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
     "data.name", "data.text", "data.jsonl", "data.conversations", "data.code", "data.books", "data.instruct",
-    "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa", "suite.aime24",
-    "suite.references", "suite.requests", "suite.include", "suite.judge.prompts",
+    "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa",
+    "suite.aime24", "suite.references", "suite.requests", "suite.include", "suite.judge.prompts",
 )  # fmt: skip
 """Keys whose value is a name or a path: `nan`, `1e3` and `007` are text there, and commas part of it."""
 LISTED = ("artifact", "runs", "compare", "stop")
@@ -58,8 +58,8 @@ def in_grammar(word: str, *, sweeps: bool = False) -> str:
         return f"{key}={_readable(value)}"
     if name in LISTED and value[:1] == "[" and value[-1:] == "]":
         return f"{key}=[{_each(value[1:-1])}]"
-    if sweeps and not STRUCTURE.fullmatch(value):
-        return f"{key}={_each(value)}"
+    if sweeps:
+        return word if STRUCTURE.fullmatch(value) else f"{key}={_each(value)}"
     return f"{key}={_name(value)}"
 
 

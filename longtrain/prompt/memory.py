@@ -1,8 +1,8 @@
 """What a recipe or a default takes of memory is fitted to what is free: packed rows, chunks and batches.
 
-A recipe's rows were chosen for the GPU it was measured on. Where they do not fit the device at hand, rows become
-shorter and a step takes more of them, so that it has as many tokens as before; batches of prompts become smaller,
-which changes no text. What is typed on the command line stays as it is.
+A recipe's rows were chosen for the GPU it was measured on. Where they do not fit the device at hand, rows
+become shorter and a step takes more of them, so that it has as many tokens as before; fewer prompts
+are decoded together. What is typed on the command line stays as it is.
 """
 
 from __future__ import annotations
@@ -137,7 +137,11 @@ def _rows(cfg: DictConfig) -> list[PackedRow]:
 
 def _smaller(cfg: DictConfig, words: Sequence[str]) -> Iterator[Callable[[], None]]:
     """Changes to make one after the other until the rows fit; the last does nothing."""
-    if _chunk(cfg) is not None and not 0 < int(_chunk(cfg) or 0) <= CHUNK and not typed("method.chunk_tokens", words):
+    if (
+        _chunk(cfg) is not None
+        and not 0 < int(_chunk(cfg) or 0) <= CHUNK
+        and not typed("method.chunk_tokens", words)
+    ):
 
         def chunked() -> None:
             cfg.method.chunk_tokens = CHUNK
@@ -151,7 +155,9 @@ def _smaller(cfg: DictConfig, words: Sequence[str]) -> Iterator[Callable[[], Non
                 stage.row_tokens //= 2
             cfg.trainer[ROWS] *= 2
 
-        while all(one.row_tokens % 2 == 0 and one.row_tokens // 2 >= one.doc_tokens for one in cfg.data.stages):
+        while all(
+            one.row_tokens % 2 == 0 and one.row_tokens // 2 >= one.doc_tokens for one in cfg.data.stages
+        ):
             yield halved
     yield lambda: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
+from longtrain.files import UTF8
 
 FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")
 """Hydra's flags that name a folder of the user's own files."""
@@ -31,6 +33,7 @@ def mount(words: Sequence[str] | None = None) -> None:
     from longtrain import methods
     from longtrain.prompt.help import bases_of
 
+    _pass_over_marks()
     folder = asset_dir("recipes")
     names = [file.stem for file in sorted(folder.glob("*.yaml"))]
     own = own_folder(words or ())
@@ -50,6 +53,32 @@ def mount(words: Sequence[str] | None = None) -> None:
     typed = [word.partition("=")[2] for word in words or () if word.startswith("suite=")]
     for name in wanted:
         _read(folder, name, typed[-1] if typed else "")
+
+
+@cache
+def _pass_over_marks() -> None:
+    """Have Hydra find the header of a YAML file behind a byte order mark, which some editors put before it.
+
+    The file's keys it reads; `# @package` in the first line it would miss.
+    """
+    from dataclasses import replace
+
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+
+    Plugins.instance()  # which brings the reader of files
+    reader: Any = SourcesRegistry.instance().resolve("file")
+    usual = reader.load_config
+
+    def load_config(self: Any, config_path: str) -> ConfigResult:
+        found = usual(self, config_path)
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if not file.read_bytes().startswith(BOM_UTF8):
+            return found
+        return replace(found, header=ConfigSource._get_header_dict(file.read_text(encoding=UTF8)[:512]))
+
+    reader.load_config = load_config
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def common_keys(cfg: DictConfig) -> None:
         if name == "lengths" and value not in (AUTO, None, []):
             convert(value, Lengths, key)
         elif name == "text" and isinstance(value, str) and value not in WORDS_FOR_TEXT:
-            text_files(Path(value).expanduser())
+            text_files(Path(os.path.expandvars(value)).expanduser())
 
 
 def evaluated(cfg: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from longtrain.assets import asset_dir
@@ -68,6 +69,25 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
         ) from error
 
 
+def is_hub_id(where: str) -> bool:
+    """Whether a target that is no folder may be one of the Hub: ORG/NAME."""
+    return where.count("/") == 1 and where[0] not in "./~" and not Path(where).expanduser().exists()
+
+
+def fetch_config(where: str) -> None:
+    """Fetch the config.json of a target on the Hub, so that its shape is known before its weights are there.
+
+    Nothing is said where the Hub does not give it: whoever loads the target does.
+
+    Args:
+        where: a Hub id.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with suppress(Exception):
+        hf_hub_download(where, "config.json")
+
+
 def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     """The folder of a target that is on this machine, its files checked without loading or fetching anything.
 
@@ -93,22 +113,15 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     return folder
 
 
-def source_of(where: str | Path, weights: str = "stored") -> dict[str, str]:
-    """Which weights a target on this machine has, as far as its files say it; results are kept with it.
+def source_of(folder: Path) -> dict[str, str]:
+    """Which weights a target's folder has, as far as its files say it; artifacts and results keep it.
 
-    Args:
-        where: `tiny`, a folder, a `.gguf` file or a Hub id.
-        weights: `stored`; random ones come from nowhere.
-
-    Returns: `gguf`, `sha256` and `quantisation` of a GGUF file, or `hub_revision` of a folder from the Hub; or
-        nothing.
+    Returns: `gguf`, `sha256` and `quantisation` of the GGUF file that it was made of, or `hub_revision` of a
+        folder from the Hub; or nothing.
     """
-    if weights != "stored" or str(where) == "tiny":
-        return {}
-    folder = folder_of(where, fetch=False)
-    if is_gguf(where):
-        from longtrain.targets.stored.gguf import record_of
+    from longtrain.targets.stored.gguf import RECORD, record_of
 
+    if (folder / RECORD).is_file():
         return record_of(folder)
     return {"hub_revision": revision} if (revision := _revision(folder)) else {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from longtrain.errors import ArtifactError
+from longtrain.errors import ArtifactError, refusal
 from longtrain.files import impossible_number, read_json
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -39,22 +39,19 @@ def read_config(folder: Path) -> Any:
 
 
 def _check_heads(values: dict[str, Any], file: Path) -> None:
-    """Refuse heads that no attention can be made of; transformers says so at the first forward, or in riddles."""
-    hidden, heads, kv_heads = (
-        values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    """Refuse heads that no attention can be made of, before transformers fails at the first forward."""
+    hidden, heads, kv_heads, head_dim = (
+        values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     if heads and kv_heads and heads % kv_heads:
-        raise ArtifactError(
-            f"{file} has num_key_value_heads={kv_heads}; allowed: a number that divides num_attention_heads="
-            f"{heads}"
-        )
-    head_dim = values.get("head_dim")
-    if heads and hidden and not head_dim and hidden % heads:
-        raise ArtifactError(
-            f"{file} has hidden_size={hidden} and no head_dim; allowed: a multiple of num_attention_heads={heads}"
-        )
-    if head_dim and head_dim % 2:
-        raise ArtifactError(f"{file} has head_dim={head_dim}; allowed: an even number, since RoPE turns pairs")
+        said, allowed = f"num_key_value_heads={kv_heads}", f"a divisor of num_attention_heads={heads}"
+    elif heads and hidden and not head_dim and hidden % heads:
+        said, allowed = f"hidden_size={hidden}", f"multiples of num_attention_heads={heads}, or a head_dim"
+    elif head_dim and head_dim % 2:
+        said, allowed = f"head_dim={head_dim}", "even numbers, since RoPE turns pairs"
+    else:
+        return
+    raise refusal(ArtifactError, f"{file} has {said}", allowed)
 
 
 def read_object(file: Path, advice: str = "get the folder again") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import ConfigError
 from longtrain.targets.model import Target
-from longtrain.targets.stored.checkpoint import Stored
+from longtrain.targets.stored.checkpoint import StoredWeight
 from longtrain.targets.weights import check_shape, random_tensor, refuse_missing, sample
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.step import PackedStep
 
-Weights = Callable[[], Iterator[tuple[str, Stored]]]
+Weights = Callable[[], Iterator[tuple[str, StoredWeight]]]
 """Goes through all weights: the name of each, and what gives its values."""
 
 LAYERS = "model.layers."
@@ -86,14 +86,14 @@ class TargetEnds(Target):
 
 def drawn_weights(
     shapes: Mapping[str, torch.Size], seed: int, *, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, StoredWeight]]:
     """Name of each random weight (`weights.random_weights`), and what draws it."""
 
     def draw(name: str, rows: slice) -> Tensor:
         return random_tensor(name, shapes[name], seed=seed, dtype=dtype, device=device)[rows]
 
     for name, shape in shapes.items():
-        yield name, Stored(Path("random weights"), tuple(shape), partial(draw, name))
+        yield name, StoredWeight(Path("random weights"), tuple(shape), partial(draw, name))
 
 
 def assign_ends(

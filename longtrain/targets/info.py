@@ -81,7 +81,8 @@ class TargetInfo:
     @property
     def source(self) -> dict[str, str]:
         """Which weights these are, as `targets.at_hand.source_of` found; empty: their files do not say it."""
-        return dict(self.extra.get("source", {}))
+        found = self.extra.get("source")
+        return {str(key): str(value) for key, value in found.items()} if isinstance(found, Mapping) else {}
 
     def check(self, other: TargetInfo) -> None:
         """Refuse a target that differs from the one a module was trained for.
@@ -112,7 +113,8 @@ class TargetInfo:
 def source_line(source: Mapping[str, str]) -> str:
     """A target's source (`TargetInfo.source`) for people to read; empty: not known."""
     if "gguf" in source:
-        return f"GGUF {source['gguf']}, {source['quantisation']}, SHA-256 {source['sha256']}"
+        told = (source["gguf"], source.get("quantisation"), f"SHA-256 {source.get('sha256')}")
+        return f"GGUF {', '.join(map(str, told))}"
     return f"Hub revision {source['hub_revision']}" if "hub_revision" in source else ""
 
 
@@ -175,7 +177,8 @@ def check_supported(config: Any, where: str, *, max_positions: int | None = None
         TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
             type whose angles change with the length, or a family that is not proven.
     """
-    reason = _reason(config, max_positions or getattr(config, "max_position_embeddings", 0))
+    context: int = max_positions or getattr(config, "max_position_embeddings", None) or 0
+    reason = _reason(config, context)
     if reason:
         raise TargetMismatchError(f"target {where} ({config.model_type}) {reason}; {_SUPPORTED}")
 

@@ -32,8 +32,8 @@ from longtrain.targets.info import TargetInfo, check_supported, rope_values
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
-from longtrain.targets.tokenizer import legacy_hint, set_chat_template
-from longtrain.targets.stored.checkpoint import Checkpoint
+from longtrain.targets.stored.checkpoint import StoredWeights
+from longtrain.targets.tokenizer import keep_spaces, legacy_hint, set_chat_template
 from longtrain.targets.weights import assign_weights, draw, fingerprint, identity, random_weights
 
 log = get_logger(__name__)
@@ -70,8 +70,8 @@ def load_target(
         shutil.copy(asset_dir("bundled") / "tiny" / "chat_template.jinja", folder)
 
     Args:
-        where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, a `.gguf` file, or
-            a Hub id.
+        where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, a `.gguf` file,
+            or a Hub id.
         dtype: dtype of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
         device: the device to put it on.
         max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
@@ -96,7 +96,7 @@ def load_target(
     checkpoint = None
     if weights == "stored":  # missing weights are told before anything is built
         read_to = device if layers else torch.device("cpu")
-        checkpoint = Checkpoint(folder, device=read_to, tied=config.tie_word_embeddings)
+        checkpoint = StoredWeights(folder, device=read_to, tied=config.tie_word_embeddings)
         config.tie_word_embeddings = checkpoint.tied
     tokenizer = _tokenizer(folder)
     set_chat_template(tokenizer, chat_template)
@@ -124,7 +124,7 @@ def load_target(
     eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
     info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
-    source_said = source_of(where, weights)
+    source_said = source_of(folder) if weights == "stored" else {}
     extra = {"source": source_said} if source_said else {}
     info = replace(info, max_positions=max_positions or info.max_positions, extra=extra)
     if not layers:
@@ -295,7 +295,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return keep_spaces(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except BaseException as error:
         if not is_failure(error):
             raise

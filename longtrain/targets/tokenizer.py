@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.assets import asset_dir
 from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
-from longtrain.files import LARGEST, read_bytes, read_json
+from longtrain.files import LARGEST, read_json, read_text
 from longtrain.targets.at_hand import folder_of, is_gguf
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GrowingText:
 
 
 def chats(tokenizer: Any) -> bool:
-    """Whether a target is a chat model: it has a template, and its files do not say that it continues text."""
+    """Whether a target is a chat model: it has a template, and its files do not say it continues text."""
     if tokenizer is None or not tokenizer.chat_template:
         return False
     return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))
@@ -97,8 +97,9 @@ def read_tokenizer(
     from transformers import AutoTokenizer
 
     folder = _folder(where)
+    place = folder if folder.is_dir() else where
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else where, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         context = read_json(_config_file(where)).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
@@ -109,8 +110,20 @@ def read_tokenizer(
             f"target.path={where}: no tokenizer and config.json could be read ({first_line(error)}); "
             f"{legacy_hint(error) or 'pass a target folder, or a Hub id while online'}"
         ) from error
-    set_chat_template(tokenizer, chat_template)
+    set_chat_template(keep_spaces(tokenizer), chat_template)
     return tokenizer, max_positions or context
+
+
+def keep_spaces(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Have a byte-pair tokenizer decode to the text that was encoded, spaces before punctuation and all.
+
+    Many published folders ask for the clean-up that was made for BERT's pieces. For byte pairs transformers
+    leaves it out and warns once for each load; here it is said not to be wanted.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if type(getattr(backend, "model", None)).__name__ == "BPE":
+        tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def embedded_tokens(where: str) -> int | None:
@@ -152,7 +165,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     bundled = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
     file = bundled.get(chat_template) or Path(chat_template).expanduser()
     try:
-        tokenizer.chat_template = read_bytes(file).decode()
+        tokenizer.chat_template = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(
             ConfigError,

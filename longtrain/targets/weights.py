@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from longtrain.errors import ArtifactError, TargetMismatchError
 from longtrain.targets.sharded import rows_of
-from longtrain.targets.stored.checkpoint import EMBEDDINGS, HEAD, Checkpoint, Stored
+from longtrain.targets.stored.checkpoint import EMBEDDINGS, HEAD, StoredWeight, StoredWeights
 
 if TYPE_CHECKING:
     from longtrain.targets.sharded import Shards
@@ -23,7 +23,7 @@ _SAMPLES = 256
 
 
 def assign_weights(
-    model: nn.Module, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+    model: nn.Module, checkpoint: StoredWeights, *, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Fill a model built on the meta device, in place, one file at a time; of a split weight its own rows.
 
@@ -40,7 +40,7 @@ def assign_weights(
     refuse_missing(missing, checkpoint.folder)
 
 
-def check_shape(name: str, stored: Stored, shapes: Mapping[str, torch.Size]) -> None:
+def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size]) -> None:
     """Refuse a tensor that is none of the model's.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -19,6 +18,7 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from longtrain import files
 from longtrain.errors import ConfigError
+from longtrain.files import read_json
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
 from longtrain.tables import tokens
@@ -169,7 +169,7 @@ def fit(
         log.info("resumed step=%d path=%s", first, start)
         if first >= max_steps and (folder / "summary.json").exists():
             log.info("nothing to do: trained to step=%d already", first)
-            return json.loads((folder / "summary.json").read_text())
+            return read_json(folder / "summary.json")
     if begin is not None and trainer.is_global_zero:
         begin()
     checkpoints.mkdir(parents=True, exist_ok=True)

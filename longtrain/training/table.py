@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from longtrain import files, plots
-from longtrain.errors import LongtrainError, TrainingError
+from longtrain.errors import DataError, LongtrainError, TrainingError, first_line
 
 NUMBERED = re.compile(r"(?:[_/@.-](?:depth|d)[_/]?|[_/@.-]?)\d+$")
 """The end of a figure's name that says which one of a family it is."""
@@ -86,10 +86,15 @@ def read(path: Path) -> list[dict[str, str]]:
     """The whole rows of a table, as text; a last line without its end is left out."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    rows = csv.DictReader(io.StringIO(whole, newline=""))
-    return [row for row in rows if None not in row and None not in row.values() and row["step"].isdigit()]
+    try:
+        text = files.read_text(path)
+        whole = text[: text.rfind("\n") + 1]
+        rows = csv.DictReader(io.StringIO(whole, newline=""))
+        return [row for row in rows if None not in row and None not in row.values() and row["step"].isdigit()]
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        raise DataError(
+            f"{path} is damaged ({first_line(error)}); move it away, and it is begun anew"
+        ) from None
 
 
 def family(name: str) -> str:

@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from longtrain.files import need_regular, open_regular
+
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -106,7 +108,7 @@ def read_others(pieces: Sequence[Piece]) -> None:
 def sha256(path: Path) -> str:
     """The checksum of a file."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while part := file.read(READ_BYTES):
             digest.update(part)
     return digest.hexdigest()
@@ -120,6 +122,7 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path) -> None:
+        need_regular(path)
         self._file = safe_open(path, framework="pt", device="cpu")
         self._names = dict.fromkeys(sorted(self._file.keys()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +204,20 @@ def test_another_folder_is_told_with_what_to_run(tmp_path: Path, made: str, said
     file.write_text("{}")
     with pytest.raises(ArtifactError, match=said):
         inspect(str(tmp_path / "run"))
+
+
+def test_card_and_inspect_say_which_weights_the_target_has(tmp_path: Path) -> None:
+    target = random_target("qwen3_micro", seed=4)
+    source = {"gguf": "small.gguf", "sha256": "ab" * 32, "quantisation": "Q4_K_M"}
+    target.info = replace(target.info, extra={"source": source})
+    spec = methods.get("kvzap")
+    config = spec.config()
+    module = spec.build(config, target.info)
+    made = Artifact.from_module("kvzap", config, module=module, target=target)
+    made.save(tmp_path / "made")
+    said = f"GGUF small.gguf, Q4_K_M, SHA-256 {'ab' * 32}"
+    assert f"; weights: {said})" in (tmp_path / "made" / "README.md").read_text()
+    assert said in inspect(str(tmp_path / "made")).facts["target"]
 
 
 def test_curves_are_thinned_to_what_a_page_holds() -> None:

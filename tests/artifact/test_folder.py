@@ -346,11 +346,15 @@ def test_disk_full_leaves_the_old_artifact(made, folder):
 
 
 def test_save_replaces_an_artifact_and_nothing_else(made, folder, tmp_path):
-    (folder / "stale.txt").write_text("old")
+    (folder / "stale.png").write_text("old")
     made.save(folder)
-    assert not (folder / "stale.txt").exists()
+    assert not (folder / "stale.png").exists()
+    (folder / "notes.txt").write_text("keep")
+    with pytest.raises(LongtrainError, match=r"not replaced by an artifact, since it holds notes\.txt"):
+        made.save(folder)
+    assert (folder / "notes.txt").read_text() == "keep"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(ArtifactError, match="is no artifact"):
+    with pytest.raises(LongtrainError, match=r"not replaced by an artifact, since it holds notes\.txt"):
         made.save(tmp_path / "mine")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"

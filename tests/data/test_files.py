@@ -114,7 +114,7 @@ def test_hidden_files_are_no_text(tmp_path):
     deep = tmp_path / "of.mine" / "deep" / ".git"
     assert find(str(deep), TEXT_SUFFIXES) == [deep / "c.txt"], "a folder that is named is read"
     (tmp_path / "of.mine" / "e" / ".f").mkdir(parents=True)
-    with pytest.raises(DataError, match="e holds no file ending in .*hidden files do not count"):
+    with pytest.raises(DataError, match=r"e holds no file ending in .*hidden files do not count"):
         find(str(tmp_path / "of.mine" / "e"), TEXT_SUFFIXES)
 
 
@@ -192,3 +192,23 @@ def test_a_file_name_that_is_not_utf8_is_shown_with_marks(tmp_path):
     path = tmp_path / os.fsdecode(b"gr\xf6sse.txt")
     path.write_text("x")
     assert stem(path) == "gr\ufffdsse"
+
+
+def test_zstandard_files_are_read_too(tmp_path):
+    import pyarrow
+
+    def packed(text):
+        raw = text.encode()
+        return pyarrow.Codec("zstd").compress(raw).to_pybytes()
+
+    text = "Emma é\nWoodhouse\n"
+    (tmp_path / "a.txt.zst").write_bytes(packed(text) + packed("more"))  # two frames
+    (tmp_path / "b.jsonl.zst").write_bytes(packed('{"text": "a"}\n{"text": "b"}\n'))
+    (file,) = find(str(tmp_path), TEXT_SUFFIXES)
+    assert (stem(file), read_text(file)) == ("a", text + "more")
+    assert [row for _, row in read_jsonl(tmp_path / "b.jsonl.zst")] == [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "bad.txt.zst").write_bytes(packed(text)[:-6])
+    (tmp_path / "no.txt.zst").write_bytes(b"plain")
+    for name in ("bad", "no"):
+        with pytest.raises(DataError, match=f"{name}.txt.zst"):
+            read_text(tmp_path / f"{name}.txt.zst")

@@ -222,8 +222,32 @@ def test_conversations_are_labelled_by_the_marks(tokenizer, tmp_path):
 def test_templates_that_mask_wrongly_stop_the_run(tokenizer, tmp_path, template, word):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=word):
-        run(config({"conversations": chats(tmp_path)}), tokenizer, tmp_path)
+        run(config({"conversations": chats(tmp_path)}, mask="template"), tokenizer, tmp_path)
     assert not left_in(tmp_path)
+
+
+def test_the_usual_mask_is_the_templates_marks_or_turn_by_turn(tokenizer, texts, tmp_path, caplog):
+    sources = ({"text": str(texts)}, {"conversations": chats(tmp_path)})
+    marked = run(config(*sources), tokenizer, tmp_path)
+    assert np.array_equal(marked.mask, run(config(*sources, mask="template"), tokenizer, tmp_path).mask)
+    assert "is current" in caplog.text or marked.folder.is_dir()
+    tokenizer.chat_template = UNMARKED
+    with caplog.at_level("INFO"):
+        unmarked = run(config(*sources), tokenizer, tmp_path)
+    assert "data.mask=prefix: the chat template has no generation marks" in caplog.text
+    assert np.array_equal(unmarked.mask, marked.mask) and np.array_equal(unmarked.ids, marked.ids)
+
+
+@pytest.mark.parametrize("template,word", [(UNMARKED, "generation %}"), (None, "no chat template")])
+def test_a_template_that_cannot_serve_is_told_before_texts_are_read(
+    tokenizer, texts, tmp_path, template, word, monkeypatch
+):
+    """Hours of books and code were tokenised first, and nothing of them was kept."""
+    tokenizer.chat_template = template
+    monkeypatch.setattr("longtrain.data.rows.prepare.Tokenise", None)
+    sources = ({"text": str(texts)}, {"conversations": chats(tmp_path)})
+    with pytest.raises(DataError, match=word):
+        run(config(*sources, mask="template"), tokenizer, tmp_path)
 
 
 def test_a_wrong_mask_is_found_before_the_whole_corpus_is_read(tokenizer, tmp_path):

@@ -57,6 +57,13 @@ def test_turn_marks_are_those_of_the_template(tokenizer):
     assert (marks.user, marks.assistant, marks.end) == ((1,), (2,), (3,))
 
 
+def test_a_system_message_that_the_template_puts_first_is_no_part_of_a_users_turn(tokenizer):
+    """ChatML's usual one stood before every question of a document."""
+    tokenizer.chat_template = "{{ '<|start|>s' }}" + tokenizer.chat_template
+    marks, one = turn_marks(tokenizer), tokenizer("s", add_special_tokens=False).input_ids[0]
+    assert (marks.start, marks.user, marks.assistant, marks.end) == ((0, one), (1,), (2,), (3,))
+
+
 @pytest.mark.parametrize("values", [{}, {"rows": 3, "options": {"colour": "red"}}])
 def test_mistakes_are_named(tokenizer, text, tmp_path, values):
     with pytest.raises(ConfigError, match="rows: COUNT"):

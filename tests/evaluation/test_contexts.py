@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gzip
+import lzma
 from collections import Counter
 
 import numpy as np
+import pyarrow
 import pytest
 
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
@@ -132,7 +135,7 @@ def test_files_that_are_missing_or_not_text(tmp_path):
     with pytest.raises(DataError, match="no held-out text at"):
         documents_from_files(tmp_path, Bytes())
     (tmp_path / "book_a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+    with pytest.raises(DataError, match=r"cannot read .*book_a.txt as UTF-8 text"):
         documents_from_files(tmp_path, Bytes())
     with pytest.raises(DataError, match=r"kinds there: book"):
         documents_from_files(tmp_path, Bytes(), kinds=["chat"])
@@ -148,3 +151,21 @@ def test_prepared_data_gives_its_held_out_documents(tmp_path):
     assert documents_from_prepared(data, kinds=["code"])[0].ids_T.tolist() == [ord("c")] * 9
     with pytest.raises(DataError, match="kinds: book, code"):
         documents_from_prepared(data, kinds=["chat"])
+
+
+def test_held_out_files_may_be_packed(tmp_path):
+    """As the files of `data.books` may be."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "emma.txt.gz").write_bytes(gzip.compress("Emma é".encode()))
+    (tmp_path / "tool.py.xz").write_bytes(lzma.compress(b"x = 1"))
+    (tmp_path / "code_a.txt.zst").write_bytes(pyarrow.Codec("zstd").compress(b"y = 2").to_pybytes())
+    found = read_texts(tmp_path)
+    assert found == [
+        ("emma", "book", "Emma é"),
+        ("code_a", "code", "y = 2"),
+        ("tool", "code", "x = 1"),
+    ]
+    assert read_texts(tmp_path / "books" / "emma.txt.gz") == [("emma", "text", "Emma é")]
+    (tmp_path / "books" / "emma.txt.gz").write_bytes(gzip.compress(b"Emma" * 99)[:-9])
+    with pytest.raises(DataError, match=r"emma.txt.gz"):
+        read_texts(tmp_path)

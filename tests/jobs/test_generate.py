@@ -3,12 +3,14 @@ from __future__ import annotations
 import io
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from byte_tokens import said
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
+from longtrain.decoding.stats import Stats
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.jobs import generate, train
 from longtrain.methods.longspec.config import Config
@@ -176,6 +178,35 @@ def test_a_prompt_keeps_its_line_ends_and_has_no_byte_order_mark(tmp_path, monke
     where = {"file": tmp_path / "p.txt", "pipe": f"/dev/fd/{out}", "stdin": "-"}[how]
     assert generate.read_prompt(where) == "one\r\ntwo\rthree\n"
     os.close(out)
+
+
+def test_a_chat_model_is_asked_what_is_typed(composed, tmp_path, plain_text, capsys, monkeypatch):
+    """Without its template such a model ends the text at once; a file's text is continued as it is."""
+    monkeypatch.setattr(generate, "chats", lambda tokenizer: True)
+    (tmp_path / "p.txt").write_text("hello")
+    asked, raw = plain_text("<user>hello<bot>"), plain_text("hello")
+    assert asked != raw
+    for words, text, aside in (
+        (["prompt=hello"], asked, True),
+        (["prompt=hello", "chat=false"], raw, False),
+        ([f"prompt_file={tmp_path / 'p.txt'}"], raw, False),
+    ):
+        generate.run(composed("generate", *NEW, *words))
+        out, err = capsys.readouterr()
+        assert out == text + "\n" and err.count("chat=false continues it as text") == aside
+    with pytest.raises(ConfigError, match="chat=maybe; allowed: auto, true, false"):
+        generate.check(composed("generate", "prompt=hello", "chat=maybe"))
+
+
+def test_a_text_that_ends_at_once_is_told_of(composed, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "chats", lambda tokenizer: True)
+    monkeypatch.setattr(Engine, "generate", _nothing)
+    generate.run(composed("generate", *NEW, "prompt=hello", "chat=false"))
+    assert "ended the text at once; chat=true" in capsys.readouterr().err
+
+
+def _nothing(self, prompts, **_):
+    return SimpleNamespace(texts=[""], stats=Stats(prompt_tokens=[5], output_tokens=[1]))
 
 
 def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):

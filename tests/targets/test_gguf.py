@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
-from longtrain.targets.at_hand import folder_at_hand, folder_of
+from longtrain.targets.at_hand import folder_at_hand, folder_of, licence_of
 from longtrain.targets.loading import load_target
 from longtrain.targets.stored import gguf as reader
 from longtrain.targets.tokenizer import read_tokenizer
@@ -29,6 +29,7 @@ def write(file, *, arch="llama", head=False, drop=(), more=None, **metadata):
     """A GGUF file of a small model, in Q8_0 and fp32, with a byte-level BPE."""
     writer, coins = gguf.GGUFWriter(file, arch), np.random.default_rng(0)
     writer.add_name("small")
+    writer.add_license("apache-2.0")
     writer.add_context_length(256)
     writer.add_block_count(L)
     writer.add_embedding_length(E)
@@ -108,13 +109,17 @@ def test_it_is_what_transformers_reads(cache, tmp_path, head, caplog):
     ):
         assert torch.equal(mine, theirs), name
     ids = target.encode("the quick brown fox")
-    assert ids == AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=file.name)("the quick brown fox").input_ids
+    assert (
+        ids
+        == AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=file.name)("the quick brown fox").input_ids
+    )
     info = target.info
     assert (info.rms_norm_eps, info.eos_ids, info.max_positions, info.head_dim) == (1e-6, (2, 3), 256, D)
     assert (target.head_weight is target.embed_weight) is not head
     assert target.tokenizer.chat_template == TEMPLATE and target.tokenizer.eos_token_id == 3
     digest = reader._sha256(file, file.stat().st_size, file.stat().st_mtime_ns)
     assert info.source == {"gguf": "small.gguf", "sha256": digest, "quantisation": "Q8_0"}
+    assert licence_of(str(file)) == "apache-2.0"
     tokenizer, context = read_tokenizer(str(file))
     assert context == 256 and tokenizer("the quick").input_ids == target.encode("the quick")
 
@@ -146,7 +151,9 @@ def test_two_at_once_make_one_folder(cache, tmp_path, monkeypatch):
 
 def test_what_fails_leaves_no_folder(cache, tmp_path):
     file = write(tmp_path / "small.gguf", drop=("blk.1.ffn_up.weight",))
-    with pytest.raises(ArtifactError, match=r"small\.gguf lacks 1 tensors, the first is model.layers.1.mlp.up_proj"):
+    with pytest.raises(
+        ArtifactError, match=r"small\.gguf lacks 1 tensors, the first is model.layers.1.mlp.up_proj"
+    ):
         folder_of(file)
     assert [path.suffix for path in (cache / "longtrain" / "gguf" / "v1").iterdir()] == [".lock"]
 
@@ -184,7 +191,9 @@ def test_files_that_are_no_gguf(cache, tmp_path, content):
     with pytest.raises(ArtifactError, match=r"small\.gguf cannot be read as a target") as caught:
         folder_of(file)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"):
+    with pytest.raises(
+        ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"
+    ):
         folder_of("models/absent.gguf")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
 from longtrain.targets.loading import random_target
-from longtrain.targets.stock import decode_stock
+from longtrain.targets.stock import cache_keyword, decode_stock
 
 PROMPTS = torch.randint(2, 97, (2, 11), generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -28,3 +30,23 @@ def test_it_gives_the_engines_text(family, fused):
 def test_prompts_are_of_one_length():
     with pytest.raises(ConfigError, match=r"prompts of \[1, 2\] tokens"):
         decode_stock(random_target("llama_micro"), [[5], [6, 7]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_the_name_of_the_installed_transformers(name):
+    """Decoding calls it by that name alone: a version with the other name knows none of this one."""
+    target = random_target("llama_micro", dtype="float64")
+    expected = decode_stock(target, PROMPTS, max_new_tokens=4).tokens
+    usual, forward = cache_keyword(target.model), target.model.forward
+
+    def old(ids, cache=None, **keys):
+        out = forward(ids, **{usual: cache}, **keys)
+        return SimpleNamespace(logits=out.logits, cache=getattr(out, usual))
+
+    def older(ids, past_key_values=None, **keys):
+        out = forward(ids, **{usual: past_key_values}, **keys)
+        return SimpleNamespace(logits=out.logits, past_key_values=getattr(out, usual))
+
+    target.model.forward = {"cache": old, "past_key_values": older}[name]
+    assert cache_keyword(target.model) == name
+    assert decode_stock(target, PROMPTS, max_new_tokens=4).tokens == expected

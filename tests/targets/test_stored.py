@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.errors import ArtifactError, TargetMismatchError
@@ -30,7 +30,9 @@ def write(tmp_path, tokenizer_folder):
         shutil.copytree(tokenizer_folder, folder)
         torch.manual_seed(0)
         config = AutoConfig.for_model(**{**SHAPES[family], **values})
-        tensors = {name: one.clone() for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        tensors = {
+            name: one.clone() for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()
+        }
         if config.tie_word_embeddings:
             del tensors[HEAD]
         tensors = change(tensors) if change else tensors
@@ -38,7 +40,11 @@ def write(tmp_path, tokenizer_folder):
             torch.save(tensors, folder / file, _use_new_zipfile_serialization=False)
         else:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        written = {**config.to_dict(), "architectures": [f"{type(config).__name__[:-6]}ForCausalLM"], **values}
+        written = {
+            **config.to_dict(),
+            "architectures": [f"{type(config).__name__[:-6]}ForCausalLM"],
+            **values,
+        }
         (folder / "config.json").write_text(json.dumps(written))
         return folder
 
@@ -65,7 +71,9 @@ def test_another_head_beside_tied_embeddings_is_kept(write):
     ends = load_target(folder, dtype="float64", layers=False)
     assert torch.equal(ends.head_weight, target.head_weight)
     assert ends.info == target.info
-    tied = same_logits(write(lambda found: {**found, HEAD: found[EMBEDDINGS].clone()}, tie_word_embeddings=True))
+    tied = same_logits(
+        write(lambda found: {**found, HEAD: found[EMBEDDINGS].clone()}, tie_word_embeddings=True)
+    )
     assert tied.head_weight is tied.embed_weight
     assert tied.info.weights_hash != target.info.weights_hash
 
@@ -141,8 +149,11 @@ def test_what_a_config_asks_of_outputs_changes_nothing(write, key):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3; allowed: a number that divides num_attention_heads=4"),
-        ({"head_dim": 15}, "head_dim=15; allowed: an even number"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads=3; allowed: a divisor of num_attention_heads=4",
+        ),
+        ({"head_dim": 15}, "head_dim=15; allowed: even numbers"),
     ],
 )
 def test_heads_that_no_attention_can_be_made_of(write, values, message):
@@ -176,7 +187,10 @@ def test_identity_is_of_values_and_not_of_their_spelling(write):
         ],
         [
             {"rope_theta": 10000, "rope_scaling": {"rope_type": "yarn", **scaled}},
-            {"rope_theta": 10000, "rope_scaling": {"type": "yarn", **scaled, "beta_fast": 32.0, "beta_slow": 1}},
+            {
+                "rope_theta": 10000,
+                "rope_scaling": {"type": "yarn", **scaled, "beta_fast": 32.0, "beta_slow": 1},
+            },
         ],
         [{"rope_theta": 20000}],
         [{"rope_theta": 10000, "rms_norm_eps": 1e-5}],
@@ -214,7 +228,10 @@ def test_the_bundled_targets_identity_is_what_its_artifacts_recorded():
 def test_rotary_values():
     llama3 = SHAPES["llama31_8b"]["rope_parameters"]
     assert rope_values(llama3) == dict(sorted(llama3.items()))
-    assert rope_values({"rope_theta": 5, "type": "default", "factor": 2.0}) == {"rope_theta": 5.0, "rope_type": "default"}
+    assert rope_values({"rope_theta": 5, "type": "default", "factor": 2.0}) == {
+        "rope_theta": 5.0,
+        "rope_type": "default",
+    }
 
 
 def test_the_revision_of_the_hub_is_kept(write, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Random small checkpoints of every family: logits are transformers' own, or one line names what is in the way."""
+"""Random small checkpoints of every family: logits are transformers' own, or one line names the cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ ROPES = (
     {"type": "linear", "factor": 2.5},
     {"rope_type": "llama3", **LLAMA3},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64, "beta_fast": 16, "attention_factor": 1.5},
+    {
+        "type": "yarn",
+        "factor": 2,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16,
+        "attention_factor": 1.5,
+    },
 )
 FAULTS = (
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads=3"),

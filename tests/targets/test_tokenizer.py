@@ -1,12 +1,13 @@
 """The tokenizer trained from scratch: lossless, digits apart, special tokens, marks over the answers."""
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.targets.tokenizer import SPECIALS, train_tokenizer
+from longtrain.targets.tokenizer import CHAT_BY_DEFAULT, SPECIALS, chats, read_tokenizer, train_tokenizer
 
 TEXTS = ["the old man and the sea and the boat, 1234567 times over; the theory of it\n"] * 3
 
@@ -50,3 +51,25 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="give more text"):
         train_tokenizer(["a b"], tmp_path, size=4096)
     assert not list(tmp_path.iterdir())
+
+
+def test_byte_pairs_keep_their_spaces_and_nothing_warns_of_it(tmp_path: Path, tokenizer) -> None:
+    """Published folders ask for BERT's clean-up, which transformers leaves out with a warning each time."""
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["clean_up_tokenization_spaces"] = True
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    assert AutoTokenizer.from_pretrained(tmp_path).clean_up_tokenization_spaces
+    found, _ = read_tokenizer(str(tmp_path))
+    assert not found.clean_up_tokenization_spaces  # the warning comes where it is set
+    text = "Hi , there ."
+    assert found.decode(found(text, add_special_tokens=False).input_ids) == text
+
+
+def test_a_template_makes_a_chat_model_unless_the_files_say_otherwise(tokenizer) -> None:
+    assert not chats(tokenizer)  # trained from scratch: it continues text
+    tokenizer.init_kwargs.pop(CHAT_BY_DEFAULT)
+    assert chats(tokenizer)
+    tokenizer.init_kwargs[CHAT_BY_DEFAULT] = False
+    assert not chats(None)

@@ -123,9 +123,10 @@ def apply_template(
         if _renderer is not None:
             _renderer[1].close()
         _renderer = tokenizer, Bounded(partial(_rendered, tokenizer))
+    # what the template reads of the tokenizer may be other than when the process began
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str):  # the process may have begun with another one
-        options = {"chat_template": template, **options}
+    now = {"chat_template": template} if isinstance(template, str) else {}
+    options = {**getattr(tokenizer, "special_tokens_map", {}), **now, **options}
     try:
         return _renderer[1](list(messages), **options)
     except Failed as error:

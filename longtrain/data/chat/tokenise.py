@@ -187,8 +187,8 @@ class Tokenise:
         self.tell(
             DataError(
                 f"document {document.name} holds token id {token}{shown}, outside the vocabulary of "
-                f"{self.known_ids} tokens that the target has embeddings for; take the tokenizer files and the "
-                "chat template that came with the target's weights, or leave such documents out with "
+                f"{self.known_ids} tokens that the target has embeddings for; take the tokenizer files and "
+                "the chat template that came with the target's weights, or leave such documents out with "
                 "data.on_error=skip"
             )
         )

@@ -1,4 +1,4 @@
-"""Reads text and JSONL files, plain or compressed (.xz, .gz), one file or a folder of them, and MDS shards.
+"""Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one or a folder of them, and MDS shards.
 
 MDS is the format of MosaicML's streaming library (version 2). It is read by hand because that library wants
 whole data sets with an index, and a cloud client for each store. A shard is: uint32 count n, uint32 offsets
@@ -16,7 +16,7 @@ import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,11 +38,11 @@ CODE_SUFFIXES = (
 )  # fmt: skip
 NOT_SOURCE = ("node_modules", "__pycache__")
 """Folders of a source tree that hold no sources of its own, beside those whose names begin with a point."""
-PACKED_SUFFIXES = ("", ".xz", ".gz")
+PACKED_SUFFIXES = ("", ".xz", ".gz", ".zst")
 UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)
 """Errors of a file that is no UTF-8 text, of a damaged archive, and of a file that may not be read."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of a surrogate in JSON: a character when two stand together, and no text where one stands alone."""
+"""The escape of a surrogate in JSON: two together are a character, and one that stands alone is no text."""
 BUNDLED = "bundled:"
 HUB = "hub:"
 MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -128,8 +128,8 @@ def _packed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _nothing(folder: Path, suffixes: tuple[str, ...]) -> DataError:
     return DataError(
-        f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz or .gz; hidden files do "
-        "not count)"
+        f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz, .gz or .zst; hidden "
+        "files do not count)"
     )
 
 
@@ -179,11 +179,20 @@ def local_file(where: str) -> Path:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open a plain, .xz or .gz file; what is read is unpacked."""
+    """Open a plain, .xz, .gz or .zst file; what is read is unpacked.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".gz":
-        return gzip.open(path)
+        return BufferedReader(gzip.open(path))
+    if path.suffix == ".zst":
+        import pyarrow
+
+        stream: Any = pyarrow.input_stream(str(path), compression="zstd")
+        return BufferedReader(stream)
     return path.open("rb")
 
 
@@ -216,7 +225,7 @@ def read_jsonl(path: Path, tell: Tell = refuse) -> Iterator[tuple[str, dict[str,
     try:
         with open_bytes(path) as file:
             listed = file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
-            file.seek(0)
+        with open_bytes(path) as file:
             whole = file.read() if listed else b""
             halves = SURROGATE.search(whole)
             for number, row in enumerate(parse_json(whole.decode(UTF8)) if listed else file, 1):
@@ -252,15 +261,15 @@ def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> Non
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.start + 1].encode("unicode_escape").decode()
         raise DataError(
-            f"{path}:{number} holds {half}, half of a character (a lone surrogate), which is no text; mend or "
-            "drop the row"
+            f"{path}:{number} holds {half}, half of a character (a lone surrogate), which is no text; mend "
+            "or drop the row"
         ) from None
 
 
 def stem(path: Path) -> str:
     """A file's name without its suffixes for text and packing."""
     name = readable(path.name)
-    for suffix in (".xz", ".gz", *TEXT_SUFFIXES, *JSONL_SUFFIXES):
+    for suffix in (*PACKED_SUFFIXES[1:], *TEXT_SUFFIXES, *JSONL_SUFFIXES):
         name = name.removesuffix(suffix)
     return name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -133,7 +133,9 @@ def rows(part: Part, commit: str, limit: int | None, tell: Tell = refuse) -> Ite
     Raises:
         DataError: the Hub cannot be reached or has no such file, split or configuration; or from `tell`.
     """
-    readers = {"datasets": _stream, "jsonl": partial(_jsonl, tell=tell), "mds": _mds}
+    jsonl = partial(_jsonl, tell=tell)
+    readers: dict[str, Callable[[Part, str], Iterator[Row]]]
+    readers = {"datasets": _stream, "jsonl": jsonl, "mds": _mds}
     try:
         yield from islice(readers[part.format](part, commit), limit)
     except (OSError, ValueError) as error:

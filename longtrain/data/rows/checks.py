@@ -122,8 +122,8 @@ def check_ids(folder: Path, ids: np.ndarray, vocab_size: int | None) -> None:
             _highest[key] = highest
     if highest >= vocab_size:
         raise DataError(
-            f"{folder / 'ids.npy'} holds token id {highest}, outside the vocabulary of {vocab_size}; take the "
-            "tokenizer files and the chat template that came with the target's weights, and prepare again"
+            f"{folder / 'ids.npy'} holds token id {highest}, outside the vocabulary of {vocab_size}; take "
+            "the tokenizer files and the chat template that came with the target's weights, and prepare again"
         )
 
 

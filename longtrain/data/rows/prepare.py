@@ -147,7 +147,7 @@ def _settled(config: DataConfig, sources: list[SourceConfig], tokenizer: Any) ->
     """The config with `mask=auto` decided; a chat template that cannot serve is refused before any work.
 
     Raises:
-        DataError: conversations or questions and no chat template, or no generation marks where they are wanted.
+        DataError: conversations or questions and no chat template, or one without the marks that are wanted.
     """
     chats = [source for source in sources if _holds_conversations(source)]
     recorded = any(not config.written_by_target(source) for source in chats)
@@ -155,7 +155,7 @@ def _settled(config: DataConfig, sources: list[SourceConfig], tokenizer: Any) ->
         config = replace(config, mask=masks.usual(tokenizer) if recorded else "template")
         if config.mask == "prefix":
             log.info(
-                "data.mask=prefix: the chat template has no generation marks, so answers are found turn by turn"
+                "data.mask=prefix: the chat template has no generation marks, so answers are found by turns"
             )
     if recorded:
         masks.check_template(tokenizer, config.mask)

@@ -5,7 +5,6 @@ Only results of one protocol are compared: other prompts, truncation, templates 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from longtrain.evaluation.figures.results import PLAIN_KINDS, verdict
 from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.suite import Figure
+from longtrain.files import parse_json, read_json, read_text
 
 Json = dict[str, Any]
 
@@ -255,15 +255,15 @@ def _load(folder: Path, label: str) -> Run:
     prompts: dict[str, dict[str, str]] = {}
     at = results
     try:
-        found = json.loads(results.read_text(encoding="utf-8"))
+        found = read_json(results)
         missing = [key for key in KEYS if key not in found]
         if missing:
             raise KeyError(missing[0])
         at = examples
-        for line in examples.read_text(encoding="utf-8").split("\n"):
+        for line in read_text(examples).split("\n"):
             if not line:
                 continue
-            one = json.loads(line)
+            one = parse_json(line)
             outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]
             prompts.setdefault(one["task"], {})[one["example"]] = one["prompt_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:

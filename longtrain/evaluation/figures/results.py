@@ -45,9 +45,7 @@ Json = dict[str, Any]
 SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
-Judgement = Callable[
-    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None
-]
+Judgement = Callable[[System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None]
 """(system, task, records that were compared, where they part) -> what that is worth, and figures of each."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of figures whose differences between two systems, or two runs, are reported."""
@@ -71,8 +69,8 @@ def assemble(
         systems: that ran, the full cache first.
         records: of all systems, in any order.
         protocol: hash and settings.
-        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing; `source`
-            (`TargetInfo.source`) where it is known.
+        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing;
+            `source` (`TargetInfo.source`) where it is known.
         draw: how the bootstrap draws.
         baseline: how the full cache's score compares with the recorded one.
         judge: says what differences of drafted texts are worth (`harness.lossless`).

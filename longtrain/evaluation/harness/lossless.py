@@ -5,6 +5,7 @@ Shapes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +35,10 @@ log = get_logger(__name__)
 Json = dict[str, Any]
 
 ROUNDING = 2.0
-"""Multiple of the noise up to which a token's distance from the best logit is rounding. The token was chosen
-because noise of its own exceeded that distance, and the largest of a few hundred such changes was measured."""
+"""Multiple of the noise up to which a token's distance from the best logit is rounding.
+
+The token was chosen because noise exceeded that distance, and the largest of some hundred was measured.
+"""
 WRONG = 4.0
 """Multiple of the noise from which on a difference is an error, not a warning."""
 WINDOW, BEFORE = 32, 8
@@ -115,8 +118,8 @@ class LosslessCheck:
         noise = max(noises, default=0.0)
         known = [one.gap for one in read if one.gap < math.inf]
         said = {
-            "violations": judged * sum(strict or one.gap > ROUNDING * noise for one in read),
-            "wrong": judged * sum(strict or one.gap > WRONG * noise for one in read),
+            "violations": judged * sum(strict or not one.gap <= ROUNDING * noise for one in read),
+            "wrong": judged * sum(strict or not one.gap <= WRONG * noise for one in read),
             "judged": judged,
             "largest_gap": max(known, default=None),
             "noise": {
@@ -187,9 +190,7 @@ class LosslessCheck:
         """
         tokenizer, info = self.target.require_tokenizer(), self.target.info
         before = parting.second.texts[: parting.turn - 1]
-        prompt = task.encode(
-            example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before
-        )
+        prompt = task.encode(example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before)
         evictor = system.parts.evictor
         if isinstance(evictor, Told):
             evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])
@@ -226,13 +227,13 @@ def gap_of(logits_TV: Tensor, tokens: Sequence[int], *, barred: Sequence[int] = 
 
 
 def enforce(found: Json) -> None:
-    """Refuse drafts whose texts are wrong; warn of differences that rounding may explain.
+    """Refuse drafts whose texts are wrong; warn of differences beyond rounding, and tell of the others.
 
     Args:
         found: of `results.assemble`, with what a `LosslessCheck` says.
 
     Raises:
-        LongtrainError: a difference that no rounding explains, after all warnings are given.
+        LongtrainError: a difference that no rounding explains, after everything else is told.
     """
     wrong = []
     for name, task, exact in _compared(found):
@@ -245,7 +246,7 @@ def enforce(found: Json) -> None:
         if exact["wrong"]:
             wrong.append(message)
         else:
-            log.warning(message)
+            log.log(logging.WARNING if exact["violations"] else logging.INFO, message)
     if wrong:
         raise LongtrainError(f"{'; '.join(wrong)}; the draft's runtime or the engine is wrong")
 

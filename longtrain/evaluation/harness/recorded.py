@@ -5,7 +5,6 @@ Two files hold them: `results/baselines.json` among the recipes that ship, and `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
 from longtrain.evaluation.suite import AGREEMENT, Scale, Suite
 from longtrain.evaluation.task import Task
-from longtrain.files import as_json, lock, write_files
+from longtrain.files import as_json, lock, read_json, write_files
 from longtrain.log import get_logger
 from longtrain.systems import FULL_CACHE
 
@@ -197,7 +196,7 @@ def _read(path: Path) -> list[Json]:
     if not path.is_file():
         return []
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["baselines"]
+        entries = read_json(path)["baselines"]
         for entry in entries:
             missing = [key for key in FIELDS if key not in entry]
             if missing:

@@ -66,7 +66,7 @@ def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
     Returns: numbers as decoding computes them, in fp32 or wider.
     """
     if not (parts.cache is None and parts.evictor is None and parts.selector is None):
-        return logits_in_steps(target, parts, passage, rows=len(passage.tokens))
+        return logits_in_steps(target, parts, passage, rows=len(passage.tokens) - passage.first)
     whole = [*passage.prompt, *passage.after, *passage.tokens[:-1]]
     read = prefill(target, target.new_cache, [whole], max_new_tokens=1, nodes=1, hidden=(-1,))
     looked_at = len(passage.tokens) - passage.first
@@ -75,7 +75,7 @@ def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
 
 @torch.no_grad()
 def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int) -> Tensor:
-    """The same logits, read in steps of `rows` tokens behind the prompt, or fewer where the cache asks for it.
+    """The same logits, read in steps of `rows` tokens behind the prompt, or fewer where the cache wants it.
 
     Prompts are read and evicted as in decoding. Tokens before `first` are read in as few steps as possible.
 
@@ -91,7 +91,7 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
         Engine(target, parts).new_cache,
         [passage.prompt],
         max_new_tokens=max(len(tokens), passage.max_new_tokens),
-        nodes=max(rows, 1),
+        nodes=rows,
         hidden=parts.hidden(drafts=False),
         evictor=parts.evictor,
         after=[passage.after] if passage.after else None,
@@ -103,7 +103,8 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
     found, done = [read.step.logits_BTV[0, -1:]] if passage.first == 0 else [], 0
     while done < len(tokens) - 1:
         before = passage.first - 1 - done
-        (count,) = rows_of_next_step(read.cache, [before if before > 0 else min(rows, len(tokens) - 1 - done)])
+        left = before if before > 0 else min(rows, len(tokens) - 1 - done)
+        (count,) = rows_of_next_step(read.cache, [left])
         ids_BT = torch.tensor([list(tokens[done : done + count])], device=target.device)
         pos_BT = read.cache.len_B[:, None] + torch.arange(count, device=target.device)
         want = Want(logits="none" if before > 0 else "all")

@@ -42,6 +42,7 @@ def table(results: Json) -> str:
         *_facets(results),
         section("Differences over the same prompts (paired bootstrap)", _rivals(results)),
         _exactness(results),
+        _exact_when(results),
         _footnote(results),
     )
 
@@ -318,6 +319,24 @@ def _exactness(results: Json) -> str:
                     f"{first['position']}"
                 )
     return "## Drafted texts that differ from plain decoding\n\n" + "\n".join(lines) if lines else ""
+
+
+def _exact_when(results: Json) -> str:
+    """When drafted texts must be plain decoding's to the last token, if any were compared."""
+    target = results["target"]
+    if not any(task["exactness"] for system in results["systems"] for task in system["tasks"]):
+        return ""
+    if target.get("strict"):
+        return (
+            f"Drafted texts must be plain decoding's token for token: in {target['dtype']} on a CPU every "
+            "difference is a fault."
+        )
+    return (
+        f"In {target['dtype']} drafted texts are plain decoding's but for rounding: tokens whose logits are "
+        "nearer than reading the same text in other steps moves them may change places. Equal to the bit is "
+        "bfloat16 on GPUs of compute capability 9.0 in steps of up to 16 rows (texts decoded together times "
+        "nodes of a draft, its root included)."
+    )
 
 
 def _gap(found: Json) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import DataError
+from longtrain.files import read_json
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Dataset:
         """
         file = Path(path).expanduser()
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = read_json(file)
         except (OSError, ValueError) as error:
             raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
         return self._questions(data, file)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 NUMBER = re.compile(r"\d+")
+LISTED = re.compile(r"^\s*\d{1,2}[.)]\s+", re.MULTILINE)
+"""The place of a line in a numbered list, which is no number of the answer."""
 HIDDEN = "One of the special magic numbers for KEY is: VALUE."
 """What stands in the text; `data/retrieval/wording.py` has the words around it."""
 
@@ -60,7 +62,12 @@ class NeedleTask(Task):
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
         """Whether the answer has the value and no other number."""
-        return {"exact": float(NUMBER.findall(text) == self.references(example))}
+        return {"exact": float(numbers_in(text) == self.references(example))}
+
+
+def numbers_in(text: str) -> list[str]:
+    """The numbers of an answer, in their order; those of list items are none."""
+    return NUMBER.findall(LISTED.sub("", text))
 
 
 def prompt_writer(target: Target, texts: Mapping[str, str], *, chat: bool | None = None) -> RetrievalWriter:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.assets import MANIFEST
-from longtrain.errors import LongtrainError
+from longtrain.errors import LongtrainError, first_line
+from longtrain.files import read_json
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.targets.at_hand import CARD
@@ -38,11 +39,18 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
         pictures[TRAINING] = curves.read_bytes()
     results = []
     for folder in sorted((run_dir / "eval").glob("*")):
-        if (found := _read(folder / "results.json")) is None or not _used(found, weights):
+        try:
+            found = _read(folder / "results.json")
+            if found is None or not _used(found, weights):
+                continue
+            measured = partial(_measured, folder, found)
+            measured([])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            log.warning("left_out=%s reason=its files are damaged (%s)", folder, first_line(error))
             continue
         drawn = {f"{folder.name}-{file.name}": file.read_bytes() for file in sorted(folder.glob("*.png"))}
         pictures |= drawn
-        results.append(_measured(folder, found, [*drawn]))
+        results.append(measured([*drawn]))
     return Evidence(curves_of(run_dir / "train" / "metrics.csv"), results), pictures
 
 
@@ -136,6 +144,6 @@ def _shown(name: str) -> bool:
 def _read(path: Path) -> Any:
     """A JSON file of ours; None where there is none or a kill left it damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return None

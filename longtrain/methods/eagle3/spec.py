@@ -15,6 +15,7 @@ from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cost import training
 from longtrain.methods.eagle3.cycle import cycle
 from longtrain.methods.eagle3.formats import FORMATS
+from longtrain.methods.eagle3.formats.write import check_heads
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
@@ -41,7 +42,9 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagl
         raise TargetMismatchError("EAGLE-3 trains an EAGLE-3 draft against a target; pass target.path")
     if not module.fresh:
         check_vocabulary(module.draft_ids_K, target.info)
-    elif config.warm_start:
+        return Eagle3Objective(module, target, config)
+    check_heads(config, target.info)
+    if config.warm_start:
         warm_start(module, target)
     return Eagle3Objective(module, target, config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 
@@ -12,8 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longtrain.errors import ArtifactError
+from longtrain.files import need_regular
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
+from longtrain.pickled import read_pickled_tensors
 from longtrain.targets.info import TargetInfo
 
 DEPTHS = 4
@@ -62,12 +63,12 @@ def _load(file: Path) -> dict[str, Tensor]:
     """The tensors of a file."""
     try:
         if file.suffix == ".safetensors":
+            need_regular(file)
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+        return read_pickled_tensors(file)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())
         raise ArtifactError(f"{file} cannot be read: {said}; allowed: {', '.join(FILES)}") from None
-    return dict(found)
 
 
 def _draft_tensors(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:

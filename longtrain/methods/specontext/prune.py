@@ -31,7 +31,7 @@ def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, An
         draft: configuration of the draft.
 
     Raises:
-        ConfigError: the head is configured otherwise than the draft.
+        ConfigError: the head is configured otherwise than the draft, or the draft reads other embeddings.
 
     Source: SpeContext §4.3.
     """
@@ -42,6 +42,11 @@ def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, An
     if differs:
         words = " ".join(f"method.{name}={draft.get(name)}" for name in differs)
         raise ConfigError(f"a head that begins with an EAGLE-3 draft is built as that is; pass {words}")
+    if draft.get("own_embeddings"):
+        raise ConfigError(
+            "the draft reads embeddings of its own (own_embeddings=true), and a retrieval head reads the "
+            "target's: what it begins with would be of another model; give a draft that was trained without"
+        )
     found = {}
     hidden = tensors["input_layernorm.weight"].shape[0]
     for name in PROJECTIONS:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError
-from longtrain.files import as_json
+from longtrain.files import as_json, read_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
 from longtrain.methods.specontext.config import EMBEDDING, FORMATS, Config, key_offset
@@ -131,7 +131,7 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
     if trained_by is not None:
         raise ConfigError(f"trained_by={trained_by}: {folder} was written by longtrain; leave trained_by out")
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = read_json(folder / RECORD)
         for name in (ABOUT, WEIGHTS, CODE):
             with (folder / name).open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != record["files"][name]:

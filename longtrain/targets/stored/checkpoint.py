@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """A weight of a checkpoint, read when its rows are asked for.
 
     Args:
@@ -46,7 +46,7 @@ class Stored:
     rows: Callable[[slice], Tensor]
 
 
-class Checkpoint:
+class StoredWeights:
     """The weights of a target folder.
 
     Args:
@@ -69,7 +69,7 @@ class Checkpoint:
         self.tied = tied and not self._has_other_head()
         """Whether the LM head is the embeddings: transformers ties none where another one is stored."""
 
-    def __iter__(self) -> Iterator[tuple[str, Stored]]:
+    def __iter__(self) -> Iterator[tuple[str, StoredWeight]]:
         """Name and weight, one file after the other."""
         for name, stored in self._weights.items():
             if not (self.tied and name == HEAD):
@@ -128,7 +128,7 @@ class Checkpoint:
                 f"{self._tensors.file_of[name]} has {name} and no {weight}; get the folder again"
             )
 
-    def _weight(self, name: str) -> Stored:
+    def _weight(self, name: str) -> StoredWeight:
         tensors = self._tensors
         shape, read = tensors.shape(name), partial(self._plain, name)
         if f"{name}.scale" in tensors:
@@ -139,14 +139,15 @@ class Checkpoint:
                 inverse = ends == SCALES[0] or self._quantisation.method == "fp8"
                 found = Scales.of(name, values, shape, self._quantisation, inverse=inverse)
                 read = partial(self._dequantised, name, found)
-        return Stored(tensors.file_of[name], shape, read)
+        return StoredWeight(tensors.file_of[name], shape, read)
 
     def _plain(self, name: str, rows: slice) -> Tensor:
         values = self._tensors.read(name, rows)
         if values.dtype not in PLAIN:
+            kind = str(values.dtype).removeprefix("torch.")
             raise ArtifactError(
-                f"{self._tensors.file_of[name]}: {name} is stored as {str(values.dtype).removeprefix('torch.')} "
-                "without a scale; expected bf16, fp16 or fp32; get the folder again"
+                f"{self._tensors.file_of[name]}: {name} is stored as {kind} without a scale; expected bf16, "
+                "fp16 or fp32; get the folder again"
             )
         return values
 

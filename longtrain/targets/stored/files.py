@@ -113,7 +113,9 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(file, error) from error
     if not isinstance(state, dict):
-        raise ArtifactError(f"{file} holds a {type(state).__name__}, not tensors by name; get the folder again")
+        raise ArtifactError(
+            f"{file} holds a {type(state).__name__}, not tensors by name; get the folder again"
+        )
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ArtifactError(

@@ -1,8 +1,9 @@
-"""A GGUF file as a target folder: dequantised once by transformers' own reader, kept in the Hub's cache of assets."""
+"""A GGUF file as a target folder, dequantised once by transformers' reader and kept in the Hub's cache."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure
-from longtrain.files import as_json, lock, read_json, replaced_folder, write_files
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line, is_failure, refusal
+from longtrain.files import as_json, lock, write_files
+from longtrain.folders import FolderKind, replaced_folder
 from longtrain.log import get_logger
+from longtrain.targets.config_file import read_object
 from longtrain.targets.info import check_supported
 
 if TYPE_CHECKING:
@@ -28,25 +31,30 @@ log = get_logger(__name__)
 RECORD = "gguf.json"
 """Written into the folder: which file it was made of."""
 FORM = 1
-"""Of the folder; another number makes it anew."""
+"""The folder's form; with another number it is made anew."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Factors of the rotary frequencies, where the type is llama3."""
 LLAMA3_FACTORS = (8.0, 32.0)
-"""Those of the Llama 3.1 to 3.3 models; the file does not name them."""
+"""Factors of the Llama 3.1 to 3.3 models; the file does not name them."""
 SHARD_BYTES = 1 << 30
+DEQUANTISED = FolderKind(
+    "a dequantised GGUF file",
+    (RECORD, "config.json"),
+    ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"),
+)
 
 
 def dequantised(file: Path) -> Path:
     """The target folder of a GGUF file: config, fp32 weights and tokenizer, made where it is not there yet.
 
-    The weights are kept in fp32, since most products of a quantised number and its scales are not bf16 numbers.
+    The weights are kept in fp32, since few products of a quantised number and its scales are bf16 numbers.
 
     Args:
         file: the GGUF file, whole.
 
     Raises:
         ConfigError: the package gguf is missing.
-        ArtifactError: the file is damaged, one of several parts, or transformers' reader leaves something out.
+        ArtifactError: the file is damaged, one of several parts, or has what transformers' reader leaves out.
         TargetMismatchError: the model is not supported.
         LongtrainError: the folder cannot be written.
     """
@@ -64,16 +72,20 @@ def dequantised(file: Path) -> Path:
                     "pip install 'longtrain[gguf]'"
                 )
             log.info("dequantising=%s folder=%s", file, folder)
-            with replaced_folder(folder) as fresh:
+            with replaced_folder(folder, DEQUANTISED) as fresh:
                 _write(file, digest, fresh)
     _tell(str(file), str(folder))
     return folder
 
 
 def record_of(folder: Path) -> dict[str, str]:
-    """Name, SHA-256 and quantisation of the GGUF file that a folder was made of."""
-    values = read_json(folder / RECORD)
-    return {key: str(values[key]) for key in ("gguf", "sha256", "quantisation")}
+    """Name, SHA-256 and quantisation of the GGUF file that a folder was made of.
+
+    Raises:
+        ArtifactError: the record is damaged.
+    """
+    values = read_object(folder / RECORD)
+    return {key: str(values.get(key)) for key in ("gguf", "sha256", "quantisation")}
 
 
 @lru_cache
@@ -109,14 +121,14 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         config = _config(reader, file)
         model, tokenizer = _load(file, config)
         _refuse_left_out(reader, model, file)
-    except (ArtifactError, ConfigError):
+    except LongtrainError:
         raise
     except BaseException as error:
         if not is_failure(error):
             raise
         raise ArtifactError(
-            f"{file} cannot be read as a target ({first_line(error)}); pass a GGUF file of a Llama, Qwen2, Qwen3 "
-            "or Mistral model, or its folder"
+            f"{file} cannot be read as a target ({first_line(error)}); pass a GGUF file of a Llama, Qwen2, "
+            "Qwen3 or Mistral model, or its folder"
         ) from error
     index: dict[str, str] = {}
     for number, part in enumerate(_shards(model)):
@@ -135,7 +147,10 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         "generation_config.json": _ends(reader, tokenizer),
         RECORD: record,
     }
-    write_files(folder, {name: as_json(content) for name, content in written.items()})
+    files = {name: as_json(content) for name, content in written.items()}
+    if licence := _value(reader, "general.license"):
+        files["README.md"] = f"---\nlicense: {json.dumps(licence)}\n---\n\nMade of {file.name}.\n".encode()
+    write_files(folder, files)
 
 
 def _load(file: Path, config: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -147,9 +162,10 @@ def _load(file: Path, config: Any) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         **where, config=config, dtype=torch.float32, output_loading_info=True
     )
+    model, report = loaded
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if lacking := sorted(set(report["missing_keys"]) - tied):
         raise ArtifactError(f"{file} lacks {len(lacking)} tensors, the first is {lacking[0]}; get it again")
@@ -187,14 +203,17 @@ def _mend_rope(config: Any, reader: GGUFReader, arch: str, file: Path) -> None:
     kind = _value(reader, f"{scaling}.type") or "none"
     factors = next((tensor for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is not None:
-        config.rope_parameters = _llama3(rope, config.head_dim, np.array(factors.data, dtype=np.float32), file)
+        config.rope_parameters = _llama3(
+            rope, config.head_dim, np.array(factors.data, dtype=np.float32), file
+        )
     elif kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": float(_value(reader, f"{scaling}.factor"))}
         if kind == "yarn":
             before = _value(reader, f"{scaling}.original_context_length") or config.max_position_embeddings
             rope["original_max_position_embeddings"] = int(before)
     elif kind != "none":
-        raise ArtifactError(f"{file} has rotary scaling of type '{kind}'; allowed: none, linear, yarn, llama3")
+        said = f"{file} has rotary scaling of type '{kind}'"
+        raise refusal(ArtifactError, said, "none, linear, yarn, llama3")
 
 
 def _llama3(rope: dict[str, Any], head_dim: int, stored: np.ndarray, file: Path) -> dict[str, Any]:
@@ -206,15 +225,15 @@ def _llama3(rope: dict[str, Any], head_dim: int, stored: np.ndarray, file: Path)
         if np.allclose(1 / (share + (1 - share) / factor), stored, rtol=1e-4):
             return {"rope_type": "llama3", "rope_theta": rope["rope_theta"], "factor": factor, **known}
     raise ArtifactError(
-        f"{file} has rotary factors ({ROPE_FACTORS}) that are not those of Llama 3.1 to 3.3; pass the model's "
-        "folder, whose config.json names its rotary type"
+        f"{file} has rotary factors ({ROPE_FACTORS}) that are not those of Llama 3.1 to 3.3; pass the "
+        "model's folder, whose config.json names its rotary type"
     )
 
 
 def _refuse_parts(reader: GGUFReader, file: Path) -> None:
     if (parts := _value(reader, "split.count")) and parts > 1:
         raise ArtifactError(
-            f"{file} is one of {parts} parts; join them first: llama-gguf-split --merge {file.name} WHOLE.gguf"
+            f"{file} is one of {parts} parts; join them first: llama-gguf-split --merge {file.name} ALL.gguf"
         )
 
 
@@ -254,7 +273,11 @@ def _ends(reader: GGUFReader, tokenizer: Any) -> dict[str, Any]:
     """The generation config: all tokens that end a text, as the file names them."""
     found = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = sorted({int(one) for one in (tokenizer.eos_token_id, *found) if one is not None})
-    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": ends,
+    }
     return {key: value for key, value in ids.items() if value not in (None, [])}
 
 

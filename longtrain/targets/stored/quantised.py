@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, TargetMismatchError
+from longtrain.errors import ArtifactError, TargetMismatchError, refusal
 
 READ = "fp8 (weight_scale_inv or weight_scale), compressed-tensors with 8 bits"
 """Kinds of quantised checkpoints that are read, for messages."""
@@ -33,7 +33,7 @@ _METHODS = {
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$": "bitsandbytes 4-bit (nf4, fp4)",
     r"\.(qweight|qzeros|scales|g_idx)$": "GPTQ or AWQ",
     r"_(blocks|scales)$": "MXFP4",
-    r"\.(weight_packed|weight_shape|weight_g_idx|weight_global_scale|bitmask)$": "compressed-tensors (packed)",
+    r"\.(weight_(packed|shape|g_idx|global_scale)|bitmask)$": "compressed-tensors (packed)",
 }
 """How names of tensors end -> the method that writes them, where config.json does not say it."""
 
@@ -67,7 +67,9 @@ class Quantisation:
         if not values:
             return cls()
         if not isinstance(values, Mapping):
-            raise ArtifactError(f"target {where}: config.json has quantization_config={values!r}; get it again")
+            raise ArtifactError(
+                f"target {where}: config.json has quantization_config={values!r}; get it again"
+            )
         method, refused = str(values.get("quant_method") or ""), ""
         if method == "fp8":
             return cls(method, _pairs([values.get("weight_block_size")]))
@@ -81,15 +83,17 @@ class Quantisation:
             refused = f"bitsandbytes {kind}"
         else:
             bits = f" ({values['bits']} bits)" if values.get("bits") else ""
-            refused = f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
+            refused = (
+                f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
+            )
         raise not_read(where, refused)
 
 
 def not_read(where: str, method: str) -> TargetMismatchError:
     """The error of a checkpoint that was quantised with a method that is not read."""
     return TargetMismatchError(
-        f"target {where} is quantised with {method}, which is not read; quantised checkpoints that are: {READ}; "
-        "pass the model as it was before, in bf16 or fp16"
+        f"target {where} is quantised with {method}, which is not read; of quantised checkpoints these "
+        f"are: {READ}; pass the model as it was before, in bf16 or fp16"
     )
 
 
@@ -143,10 +147,8 @@ class Scales:
         )
         if quantisation.blocks or not divides:
             told = f" with blocks of {list(quantisation.blocks[0])}" if quantisation.blocks else ""
-            raise ArtifactError(
-                f"{name} has shape {tuple(shape)} and scales of shape {grid}; allowed: one scale, [{shape[0]}, "
-                f"1], or a grid of blocks{told}; get the folder again"
-            )
+            said = f"{name} has shape {tuple(shape)} and scales of shape {grid}"
+            raise refusal(ArtifactError, said, f"one scale, [{shape[0]}, 1], or a grid of blocks{told}")
         return cls(values, (shape[0] // grid[0], shape[1] // grid[1]), inverse)
 
     def dequantise(self, weight: Tensor, rows: slice, count: int) -> Tensor:
@@ -198,5 +200,5 @@ def _not_read(values: Mapping[str, Any]) -> str:
 
 
 def _pairs(found: Any) -> tuple[tuple[int, int], ...]:
-    """Those that are two sizes."""
+    """Blocks of rows and columns, where they are two sizes."""
     return tuple((int(one[0]), int(one[1])) for one in found if isinstance(one, list) and len(one) == 2)

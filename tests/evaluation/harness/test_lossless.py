@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -15,9 +14,12 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
+from longtrain.evaluation.harness import lossless
 from longtrain.evaluation.harness.lossless import WINDOW, enforce, gap_of
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
+from longtrain.journals import read_journal, with_checksum
 from longtrain.methods import policies
+from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
 from longtrain.systems.system import ARTIFACT, COMBINED
@@ -47,12 +49,12 @@ def ledger_of(made, name):
 def change(made, name, edit, example="copy-1"):
     """`edit(turn)` in the record of an example, as if the system had given it."""
     path = ledger_of(made, name)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [values for _, values in read_journal(path, advice="")]
     for line in lines[1:]:
         for record in line["payload"]["records"]:
             if record["example"] == example:
                 edit(record["turns"][-1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(with_checksum, lines)))
 
 
 def exchange(at, token):
@@ -104,6 +106,19 @@ def test_a_gap_is_that_of_the_logits_where_texts_part(session, half):
     assert any(note.startswith("drafted texts of draft in task copy differ") for note in found["notes"])
 
 
+def test_the_noise_is_measured_where_texts_differ_and_on_so_many_of_them(session, half, monkeypatch):
+    reads = []
+    real = lossless.noise_of
+    monkeypatch.setattr(lossless, "noise_of", lambda *a, **k: reads.append(k["rows"]) or real(*a, **k))
+    monkeypatch.setattr(lossless, "MEASURED", 1)
+    made, _, exact = outcome(session, half, exchange(3, 9))
+    reads.clear()
+    change(made, "draft", exchange(2, 9), "copy-2")
+    exact = replace(made).finish().results["systems"][1]["tasks"][0]["exactness"]
+    assert exact["different"] >= 2 and all(one["gap"] is not None for one in exact["first"])
+    assert reads == [CHAIN.n_nodes] and exact["noise"]["texts"] == 1
+
+
 def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
     _, found, exact = outcome(session, half, shorten)
     assert exact["wrong"] == 1 and exact["first"][-1]["gap"] is None
@@ -116,15 +131,14 @@ def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
 def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target):
     _, found, exact = outcome(session, target, exchange(2, 9))
     assert (exact["different"], exact["violations"], exact["wrong"], exact["strict"]) == (1, 1, 1, True)
-    with pytest.raises(
-        LongtrainError, match=r"differs from decoding without the draft: 1 of 3 texts, 1 of"
-    ):
+    with pytest.raises(LongtrainError, match=r"differs from decoding without the draft: 1 of 3 texts, 1 of"):
         enforce(found)
 
 
 def test_equal_texts_pass_without_a_note(session, target):
     _, found, exact = outcome(session, target)
     assert (exact["compared"], exact["different"], exact["violations"], exact["first"]) == (3, 0, 0, [])
+    assert exact["noise"] is None
     assert not [note for note in found["notes"] if "draft" in note]
     enforce(found)
 
@@ -152,9 +166,10 @@ def results(**compared):
     return {"systems": systems}
 
 
-def test_rounding_is_a_warning_and_the_rest_an_error(caplog):
+def test_rounding_is_told_what_exceeds_it_warned_of_and_the_rest_an_error(caplog):
+    caplog.set_level("INFO")
     enforce(results(a=[1e-2], b=None, c=[0.3]))
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "output of a in task copy differs" in caplog.text
     assert "1 of 4 texts, 0 of them beyond rounding (logits move by up to 0.1)" in caplog.text
     with pytest.raises(LongtrainError, match=r"output of d .*2 of them beyond rounding .*; output of e "):
@@ -196,7 +211,7 @@ def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
     assert note.endswith("draft: its drafts are sampled, so that equal texts are not to be expected")
 
 
-@pytest.mark.parametrize("kind", ["plain", "snapkv", "quantspec"])
+@pytest.mark.parametrize("kind", ["plain", "snapkv", "kvzap", "quantspec"])
 def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
     """The engine's choice never has a gap, with whatever evictor and cache; without these some has."""
     shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
@@ -209,6 +224,11 @@ def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
         spec = methods.get("quantspec")
         config = spec.config(draft=False)
         parts = spec.attach(spec.build(config, target.info), target, config, {})
+    if kind == "kvzap":  # goes on evicting while the answer grows
+        spec = methods.get("kvzap")
+        module = spec.build(spec.config(), target.info)
+        options = {"decoding": True, "stride": 4, "window": 3}
+        parts = Parts(evictor=KVzapEvictor(module, spec.config(), Budget(40), **options))
     (tokens,) = Engine(target, parts).generate([prompt], max_new_tokens=24, ignore_eos=True).tokens
     passage = Passage(prompt, tokens, max_new_tokens=24)
     readings = [logits_at_once(target, parts, passage)]
@@ -218,7 +238,7 @@ def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
     torch.testing.assert_close(late, readings[0][7:])
     other = next(token for token in range(97) if token not in tokens)
     assert all(gap_of(logits_V[None], [other]) > 0 for logits_V in readings[0])
-    if kind == "snapkv":
+    if kind in ("snapkv", "kvzap"):
         assert gap_of(logits_at_once(target, Parts(), passage), tokens) > 0
 
 

@@ -81,3 +81,10 @@ def test_the_name_of_a_target_does_not_depend_on_where_the_run_is_started(
         monkeypatch.setattr(target, "info", info)
         names.append(results(session(f"run{made_here}"))["target"]["name"])
     assert names == ["mine", "mine"]
+
+
+def test_results_say_which_weights_they_are_for(session, target, monkeypatch):
+    assert "source" not in results(session("unknown"))["target"]
+    info = replace(target.info, extra={"source": {"hub_revision": "0123abcd"}})
+    monkeypatch.setattr(target, "info", info)
+    assert results(session("known"))["target"]["source"] == {"hub_revision": "0123abcd"}

@@ -158,6 +158,63 @@ def drafted(hits, tokens=(1, 2, 3), example="qa-0"):
     return record(DRAFT, example, 1.0, tokens=tokens, cycles=cycles)
 
 
+class Watched(Measured):
+    """A task that runs the target and writes no text."""
+
+    def __init__(self):
+        self.name, self.rows = "attention", tuple(Example(f"attention-{i}", {}) for i in range(4))
+
+    def settings(self):
+        return {}
+
+    def measure(self, target, parts, examples):
+        raise AssertionError("nothing is measured here")
+
+
+def test_what_is_compared_are_texts():
+    """Tasks without texts count nothing; of several turns those that had the same prompt count."""
+    suite = Suite("s", (task("qa", 3), Watched()))
+    one, other = (Turn("words", tokens, "length", 100, 100.0) for tokens in ((1, 2), (1, 9)))
+    turns = {"qa-0": ((one, one), (one, one)), "qa-1": ((one, one), (other, one)), "qa-2": ((one,), (one,))}
+    records = [
+        replace(record(system, example, 1.0), turns=both[side])
+        for example, both in turns.items()
+        for side, system in enumerate((FULL, DRAFT))
+    ]
+    records += [
+        Record(system.name, "attention", f"attention-{i}", {}, measures={"share": 0.5})
+        for system in (FULL, DRAFT)
+        for i in range(4)
+    ]
+    target = {"name": "t", "weights_hash": "w", "dtype": "float32", "strict": True}
+    results = run(suite, [FULL, DRAFT], records, target=target)
+    exact = {one["task"]: one["exactness"] for one in entry(results, "draft")["tasks"]}
+    assert exact["attention"] is None
+    assert (exact["qa"]["compared"], exact["qa"]["different"]) == (4, 1)
+    assert "3/4 the same, 1 beyond rounding" in table(results)
+
+
+def test_texts_within_rounding_and_beyond_are_counted_apart():
+    suite = Suite("s", (task("qa", 3),))
+    records = [record(FULL, f"qa-{i}", 1.0) for i in range(3)]
+    records += [record(DRAFT, f"qa-{i}", 1.0, tokens=(1, 2, 3 + (i > 0))) for i in range(3)]
+
+    def judge(system, name, some, partings):
+        assert (system, name, len(some), len(partings)) == (DRAFT, "qa", 3, 2)
+        said = {"violations": 1, "wrong": 0, "judged": True, "largest_gap": 0.6, "noise": {"largest": 0.25}}
+        return said, [{"gap": 0.1, "multiple": 0.4}, {"gap": 0.6, "multiple": 2.4}]
+
+    results = run(suite, [FULL, DRAFT], records, judge=judge)
+    exact = entry(results, "draft")["tasks"][0]["exactness"]
+    assert [one["multiple"] for one in exact["first"]] == [0.4, 2.4]
+    shown = table(results)
+    assert "1/3 the same, 1 within rounding, 1 beyond rounding" in shown
+    assert (
+        "qa: 2 of 3 texts differ (gap of the logits up to 0.6; rounding moves it by up to 0.25 here), "
+        "1 beyond rounding; qa-1 at token 2"
+    ) in shown
+
+
 def test_acceptance_of_drafts_and_where_their_texts_part():
     suite = Suite("s", (task("qa", 2),))
     records = [record(FULL, "qa-0", 1.0), record(FULL, "qa-1", 1.0)]

@@ -117,7 +117,13 @@ def test_what_is_continued_ends_at_the_same_places_at_every_length(target) -> No
 
 def test_marks_by_hand() -> None:
     needles = Prompt("needles", (1,), (2,), " 12, 345.", ("12", "345"))
-    for right in (" 12, 345.<end>", " 345 and 12", " They are 12, 345. And more.", "12\n345"):
+    for right in (
+        " 12, 345.<end>",
+        " 345 and 12",
+        " They are 12, 345. And more.",
+        "12\n345",
+        ":\n1. 345\n2) 12\n",
+    ):
         assert judge(needles, right) == Judged(exact=True, share=1.0)
     for text, share in {
         "": 0.0,
@@ -125,7 +131,7 @@ def test_marks_by_hand() -> None:
         " 12, 3456.": 1.0,  # RULER looks for the string: 345 is in 3456
         " 12, 678.": 0.5,
         " 12, 345, 678.": 1.0,  # all are there, and one that was not asked for
-        " 1. 12\n2. 345": 1.0,
+        " 1. 12\n2. 345\n3. 67": 1.0,
         " 12, 345, 345.": 1.0,
         " 12, 12.": 0.5,
     }.items():
@@ -142,7 +148,8 @@ def test_marks_of_variables_by_hand() -> None:
     assert judge(chains, " ABCDE.") == Judged(exact=False, share=0.5)
     assert judge(chains, " ABCDE, FGHIJ, KLMNO.") == Judged(exact=False, share=1.0)
     assert judge(chains, " ABCDEFGHIJ.") == judge(chains, " abcde, fghij.") == Judged(exact=False, share=1.0)
-    assert judge(chains, " VAR ABCDE = 12345 and VAR FGHIJ = VAR ABCDE").share == 1.0
+    assert judge(chains, " VAR ABCDE and VAR FGHIJ.").exact
+    assert not judge(chains, " VAR ABCDE = 12345, VAR FGHIJ = VAR ABCDE, VAR KLMNO").exact
 
 
 def test_marks_of_quotations_by_hand() -> None:

@@ -21,7 +21,7 @@ from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.lm_harness import cut_answer
 from longtrain.evaluation.suites import lm_eval as suite_module
 from longtrain.systems import Builder
-from longtrain.targets.stored.checkpoint import Checkpoint
+from longtrain.targets.stored.checkpoint import StoredWeights
 
 lm_eval = pytest.importorskip("lm_eval")
 TASKS = ["lt_choice", "lt_answer", "lt_rolling"]
@@ -87,7 +87,7 @@ def direct(include):
     folder = asset_dir("bundled") / "tiny"
     stock = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     weights = stock.state_dict()
-    for name, tensor in Checkpoint(folder, device=torch.device("cpu"), tied=True):
+    for name, tensor in StoredWeights(folder, device=torch.device("cpu"), tied=True):
         weights[name].copy_(tensor.rows(slice(None)))
     model = HFLM(pretrained=stock.eval(), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=2)
     return lm_eval.simple_evaluate(

@@ -182,6 +182,9 @@ def test_a_pruned_head_has_the_queries_and_keys_of_the_draft(llama):
     )
     with pytest.raises(ConfigError, match=r"pass method.qk_norm=True"):
         pruned(config, draft.state_dict(), {**vars(settings), "qk_norm": True})
+    for one in (config, embedding):
+        with pytest.raises(ConfigError, match=r"embeddings of its own \(own_embeddings=true\)"):
+            pruned(one, draft.state_dict(), {**vars(settings), "own_embeddings": True})
 
 
 def test_what_is_refused(llama):

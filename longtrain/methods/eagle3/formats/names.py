@@ -5,7 +5,6 @@ Shapes: E hidden dim, K tokens of the draft's vocabulary, V of the target's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError
+from longtrain.files import need_regular, read_json
 from longtrain.methods.eagle3.config import FORMATS
+from longtrain.pickled import read_pickled_tensors
 
 SPECULATORS, FLAT = NAMES = FORMATS
 CONFIG, MODEL, INDEX, PICKLED = (
@@ -78,7 +79,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} cannot be read: {error}; copy or export it again") from None
     if not isinstance(config, dict):
@@ -95,7 +96,7 @@ def weight_paths(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            parts = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            parts = sorted({*read_json(index)["weight_map"].values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ArtifactError(f"{index} cannot be read: {error}; copy the folder again") from None
         return [folder / str(part) for part in parts]
@@ -111,8 +112,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     Raises:
         ArtifactError: a file is missing or damaged, or holds something else.
     """
-    from pickle import UnpicklingError
-
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -120,16 +119,13 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in weight_paths(folder):
         try:
             if path.suffix == ".safetensors":
+                need_regular(path)
                 found |= load_file(path)
             else:
-                found |= torch.load(path, map_location="cpu", weights_only=True)
-        except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError, EOFError) as error:
+                found |= read_pickled_tensors(path)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArtifactError(f"{path} is missing or damaged: {first}; copy or export it again") from None
-        except TypeError:
-            raise ArtifactError(f"{path} holds no mapping of tensors; copy it again") from None
-    if wrong := [name for name, value in found.items() if not isinstance(value, Tensor)]:
-        raise ArtifactError(f"{folder} holds {wrong[0]}, which is no tensor; copy it again")
     return found
 
 

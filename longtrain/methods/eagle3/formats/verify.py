@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
+from longtrain.files import read_json
 from longtrain.methods.eagle3.formats.golden import FOLDER, GOLDEN, RECORD, Proposals
 from longtrain.methods.eagle3.formats.names import (
     CONFIG,
@@ -125,7 +126,7 @@ def _record(folder: Path) -> Json | None:
             raise ArtifactError(f"{path} is missing; copy the whole folder, or export it again")
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         kinds = {"config": dict, "files": dict, "fresh": list}
         if not all(isinstance(record[key], kind) for key, kind in kinds.items()):
             raise ValueError("a key is of another kind")

@@ -35,6 +35,20 @@ SPECULATORS_VERSION = "0.9.0"
 TRAINER = "longtrain"
 
 
+def check_heads(config: Config, info: TargetInfo) -> None:
+    """Refuse query heads that no engine loads: transformers' config, which they read, wants a divisor.
+
+    Raises:
+        ConfigError: the heads do not divide the hidden size.
+    """
+    heads = config.n_heads or info.n_heads
+    if info.hidden_size % heads:
+        raise ConfigError(
+            f"method.n_heads={heads} does not divide the hidden size of target {info.name}, "
+            f"{info.hidden_size}, and no engine loads such a draft; pass a divisor (head_dim may be any size)"
+        )
+
+
 def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
     """Refuse what the engines that read a format would leave out without a word.
 
@@ -52,6 +66,8 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
             f"{config.sinks}; vLLM 0.33 has no key for them, SGLang 0.5.23 ignores --speculative-draft-sink-"
             "size here); train with method.sinks=0, or serve it with longtrain"
         )
+    if info is not None:
+        check_heads(config, info)
     if form != FLAT:
         return
     for key, why in (
@@ -119,6 +135,8 @@ def folder_config(
     own |= {} if trained_tokens is None else {"trained_max_tokens": trained_tokens}
     layer = _layer_config(config, info, positions=max(trained_tokens or 0, info.max_positions), inputs=inputs)
     if form == FLAT:
+        # SpecForge's class (0.2.0) reads false as a head without a norm; where it is missing, all agree
+        norms = {key: value for key, value in norms.items() if value or key != "norm_output"}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer,

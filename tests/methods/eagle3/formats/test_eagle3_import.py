@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 
 from longtrain.artifact import Artifact
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.formats.names import outside
 from longtrain.methods.eagle3.formats.sglang import sglang_problems
+from longtrain.methods.eagle3.spec import SPEC
 from longtrain.targets.loading import random_target
 
 FORMS = ("speculators", "flat")
@@ -88,6 +90,23 @@ def test_what_only_vllm_serves(export, fields):
         ConfigError, match=f"drop method.{key}=true silently; use format=speculators and vLLM"
     ):
         export("flat", **fields)
+
+
+def test_norm_output_says_the_same_to_engines_and_to_specforge(export):
+    """False is a head without a norm to SpecForge's class; missing, both feed back what is not normed."""
+    assert "norm_output" not in export("flat")[0].config
+    assert export("flat", norm_output=True)[0].config["norm_output"] is True
+    assert export("speculators")[0].config["norm_output"] is False
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_that_do_not_divide_the_hidden_size(export, target, form):
+    words = r"method.n_heads=5 does not divide the hidden size of target .*, 48, and no engine loads"
+    with pytest.raises(ConfigError, match=words):
+        export(form, n_heads=5, n_kv_heads=5, head_dim=8)
+    config = Config(layers=[1, 2, 4], n_heads=5, n_kv_heads=5, head_dim=8)
+    with pytest.raises(ConfigError, match=words):  # before it is trained
+        SPEC.objective(SPEC.build(config, target.info), target, config)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,0 +1,29 @@
+"""A small part of `python -m tests.hostile`: no hostile file is read as something else, hangs, or raises bare."""
+
+import pytest
+
+from .__main__ import WRONG, run, table
+from .attacks import ATTACKS
+from .victims import VICTIMS, Victim
+
+
+@pytest.mark.parametrize("kind", VICTIMS)
+def test_nothing_is_silently_other(kind):
+    found = run([kind], 40, seed=1)
+    wrong = [case for case in found if case.outcome in WRONG]
+    assert not wrong, table(found)
+    assert {case.outcome for case in found} == {"refused", "same"} or all(
+        case.outcome == "refused" for case in found
+    )
+
+
+def test_the_count_can_fail(monkeypatch):
+    """A reader that takes whatever stands there is found out."""
+    trusting = Victim(VICTIMS["answers"].make, lambda folder: (folder / "a.jsonl").read_bytes())
+    monkeypatch.setitem(VICTIMS, "answers", trusting)
+    outcomes = {case.outcome for case in run(["answers"], 60, seed=0)}
+    assert {"other", "bare"} <= outcomes
+
+
+def test_every_attack_is_tried():
+    assert {case.attack for case in run(["ledger"], 60, seed=0)} == set(ATTACKS)
