@@ -11,7 +11,7 @@ from longtrain.tables import tokens
 
 DPI = 110
 CHARACTERS_PER_INCH = 12
-"""Of a title."""
+"""How many characters of a title fit an inch of its picture."""
 
 
 def panels(count: int, *, columns: int = 4, size: tuple[float, float] = (4.6, 3.6)) -> tuple[Any, list[Any]]:
@@ -36,7 +36,7 @@ def panels(count: int, *, columns: int = 4, size: tuple[float, float] = (4.6, 3.
 
 
 def png(figure: Any, *, legend: bool = False, title: str = "") -> bytes:
-    """The picture.
+    """A figure as PNG.
 
     Args:
         figure: of `panels`.
