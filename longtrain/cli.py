@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +35,6 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
 
 Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain generate +recipe=quickstart prompt="Once upon a time"
-
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
 """
 
@@ -105,7 +105,7 @@ def _begin() -> None:
     elif word in JOBS and not {"-h", "--help"}.isdisjoint(rest):
         from longtrain.prompt.help import job_help
 
-        _say(job_help(word, rest))
+        _say(job_help(word, rest, columns=_columns()))
     else:
         quiet_threads()
         _run_hydra(_words(sys.argv[1:]))
@@ -146,6 +146,13 @@ def granted_cores(limit: Path) -> int | None:
         return max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return None
+
+
+def _columns() -> int | None:
+    """Characters of a line, where COLUMNS says so or a terminal does; None in a pipe or a file."""
+    if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        return max(40, shutil.get_terminal_size().columns)
+    return None
 
 
 def _complete(words: Sequence[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtrain.tables import tokens
 
 DPI = 110
+CHARACTERS_PER_INCH = 12
+"""How many characters of a title fit an inch of its picture."""
 
 
 def panels(count: int, *, columns: int = 4, size: tuple[float, float] = (4.6, 3.6)) -> tuple[Any, list[Any]]:
@@ -32,13 +35,17 @@ def panels(count: int, *, columns: int = 4, size: tuple[float, float] = (4.6, 3.
     return figure, axes[:count]
 
 
-def png(figure: Any, *, legend: bool = False) -> bytes:
-    """The picture.
+def png(figure: Any, *, legend: bool = False, title: str = "") -> bytes:
+    """A figure as PNG.
 
     Args:
         figure: of `panels`.
         legend: put one legend for all axes beside them.
+        title: above all axes, broken where the picture is too narrow for it.
     """
+    if title:
+        characters = max(24, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
+        figure.suptitle(plain(textwrap.fill(title, characters)), fontsize=10)
     if legend:
         known: dict[str, Any] = {}
         for axes in figure.axes:

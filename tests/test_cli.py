@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.bench.suites import SUITES
 from longtrain.errors import ConfigError
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, NAMED
+from longtrain.prompt.job_groups import EXAMPLES, GROUPS
 from longtrain.prompt.suite_help import keys_of, suites_help, suites_of
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -58,15 +60,41 @@ def test_no_arguments_is_help(run: Run) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path, run: Run) -> None:
+def test_job_help_lists_its_groups_options_and_keys(
+    job: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     done = run(job, "--help")
     assert done.returncode == 0, done.stderr
-    assert JOBS[job][1] in done.stdout
-    assert "target: " in done.stdout and "tiny" in done.stdout
-    assert "recipe: " in done.stdout and "quickstart" in done.stdout
-    assert "method: eagle3, " in done.stdout
+    assert (
+        JOBS[job][1] in done.stdout and f"\n  longtrain {job}" in done.stdout
+    )  # what it does, and an example
+    for group in ("target", "method", "trainer", "data", "evict"):
+        assert (f"\n{group}: " in done.stdout) == (group in GROUPS[job])
+    assert "longspec_llama8b_anchor" not in done.stdout
+    assert ("deepspeed_zero3" in done.stdout) == (job in ("train", "preflight", "plan"))
     assert "seed: 0 " in done.stdout and "of initial weights" in done.stdout  # the key with its comment
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_heeds_columns(columns: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("eval", "--help").stdout.splitlines()
+    words = " ".join(lines).replace(" # ", " ").split()
+    monkeypatch.delenv("COLUMNS")
+    whole = run("eval", "--help").stdout
+    assert max(map(len, lines)) <= columns < max(map(len, whole.splitlines()))
+    assert [word for word in words if word != "#"] == [word for word in whole.split() if word != "#"]
+
+
+@pytest.mark.parametrize("job", EXAMPLES)
+def test_the_example_of_each_job_composes(job: str, run: Run) -> None:
+    program, word, *words = shlex.split(EXAMPLES[job])
+    assert (program, word) == ("longtrain", job)
+    if job not in NAMED:
+        done = run("config", job, *words)
+        assert done.returncode == 0, done.stderr
 
 
 def test_keys_of_one_job_are_in_its_help_alone(run: Run) -> None:

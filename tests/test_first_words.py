@@ -28,7 +28,7 @@ COMMAND += "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modul
         ),
         (["train", "+recipe=quickstart", "optim.lr=-1"], "optim.lr=-1; allowed: a number, above 0"),
         (["eval", "+recipe=quickstart", "report=pdf"], "report=pdf; allowed: html, or null"),
-        (["generate", "target=tiny", "prompt="], "prompt is empty; allowed: a text of one token or more"),
+        (["generate", "target=tiny", "prompt="], "prompt is empty; pass a text"),
         (["generate", "target=llama31", "prompt=x"], "unknown target 'llama31'; did you mean llama31_8b?"),
     ],
 )

@@ -50,7 +50,8 @@ def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
     text = job_help("train", ["method=longspec", "optim=muon", "data=text"])
     assert "\n  window: 512  # previous tokens" in text and "views: [full]" in text
     assert "== optim=muon" in text and "\n  lr: " in text and "  momentum: 0.95" in text
-    assert "== data=text" in text and "== decode=chain" in text and "  max_steps: null " in text
+    assert "== data=text" in text and "== decode=chain" not in text and "  max_steps: null " in text
+    assert "== decode=chain" in job_help("eval")
     assert "  dims: 16  # size of" in job_help("train", ["method=indexer"])  # the last field's comment too
     set_by = job_help("train", ["+recipe=quickstart"])
     assert "== method=longspec" in set_by and "== trainer=cpu" in set_by and "max_steps: 100" in set_by

@@ -107,7 +107,7 @@ def _side_by_side(
     if plain.tokens != drafted.tokens:
         raise LongtrainError(
             "the two texts differ, and greedy speculative text is that of plain decoding; please report it "
-            "with the output of: longtrain demo quiet=false"
+            "with the output of: longtrain config demo"
         )
     return plain, drafted
 

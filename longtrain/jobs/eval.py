@@ -82,6 +82,8 @@ def run(cfg: DictConfig) -> None:
         finish(cfg, session)
         return
     counts = session.counts(shard=shard or 0, shards=shards)
+    if (systems := len(session.systems)) > 1:
+        log.info("systems=%d; progress counts each example once for each of them", systems)
     with Progress(*counts) as bar, eval_parts.stopping() as asked:
         session.work(shard=shard or 0, shards=shards, advance=bar.advance, stopping=asked)
     if left := session.missing():

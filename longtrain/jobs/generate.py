@@ -256,9 +256,7 @@ def _one_prompt(cfg: DictConfig) -> None:
             "longtrain generate ... prompt=TEXT (prompt_file=- reads what is piped in)"
         )
     if cfg.prompt is not None and str(cfg.prompt) == "":
-        raise ConfigError(
-            'prompt is empty; allowed: a text of one token or more, e.g. prompt="Once upon a time"'
-        )
+        raise ConfigError('prompt is empty; pass a text, e.g. prompt="Once upon a time"')
     try:
         str(cfg.prompt).encode()
     except UnicodeEncodeError:
@@ -282,7 +280,7 @@ def check_prompt_file(cfg: DictConfig) -> None:
     where = cfg.prompt_file
     kept = where is not None and where != STDIN and not Path(where).expanduser().is_fifo()
     if kept and not read_prompt(where):
-        raise DataError(f"prompt_file={where} is empty; allowed: a text of one token or more")
+        raise DataError(f"prompt_file={where} is empty; it needs a text of one token or more")
 
 
 def read_prompt(where: str | Path) -> str:

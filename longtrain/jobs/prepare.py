@@ -20,11 +20,15 @@ from longtrain.settings import Count, convert, wrong
 from longtrain.targets.tokenizer import embedded_tokens, read_tokenizer
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from longtrain.data.chat.prompts import Generate, Part
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
+OPEN, CLOSE = "⟦", "⟧"
+"""Around labels where there are no colours."""
 NO_TOKENIZER = (
     "text cannot be prepared without a tokenizer; use a target folder that has one (tokenizer.json)"
 )
@@ -123,16 +127,30 @@ def data_config(cfg: DictConfig) -> DataConfig:
 
 
 def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:
-    """Print samples with their labels coloured."""
+    """Print samples with their labels coloured, or between marks where there are no colours."""
     if count < 1:
         return
     from rich.console import Console
 
     console = Console()
-    console.print(f"[{LABEL}]label, to be predicted[/], [{READ}]read only[/]")
+    coloured = console.is_terminal and not console.no_color
+    if coloured:
+        console.print(f"[{LABEL}]label, to be predicted[/], [{READ}]read only[/]")
+    else:
+        console.print(f"{OPEN}label, to be predicted{CLOSE}, read only", markup=False)
     for sample in samples(Prepared.open(folder), tokenizer, count, seed=seed):
         console.rule()
-        console.print(sample)
+        console.print(sample if coloured else marked(sample), markup=False, highlight=False)
+
+
+def marked(sample: Text) -> str:
+    """A sample as text in which each stretch of labels stands between `OPEN` and `CLOSE`."""
+    parts, done, inside = [], 0, False
+    for span in sample.spans:
+        if inside != (span.style == LABEL):
+            parts += [sample.plain[done : span.start], CLOSE if inside else OPEN]
+            done, inside = span.start, not inside
+    return "".join([*parts, sample.plain[done:], CLOSE if inside else ""])
 
 
 def _part(cfg: DictConfig) -> Part | None:

@@ -9,6 +9,7 @@ import ast
 import inspect
 import io
 import re
+import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from longtrain import methods
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
+from longtrain.prompt.job_groups import EXAMPLES, GROUPS
 from longtrain.prompt.suite_help import suites_help
 
 HIDDEN = ("hydra",)
@@ -27,32 +29,50 @@ Check everything and do nothing:    longtrain {job} +recipe=NAME dry_run=true
 """
 
 
-def job_help(job: str, words: Sequence[str] = ()) -> str:
-    """Groups, options, suites, and the keys of a job and of every group as the words choose it.
+def job_help(job: str, words: Sequence[str] = (), *, columns: int | None = None) -> str:
+    """An example, the job's groups with their options, suites, and the keys of the job and of these groups.
 
     Args:
         job: a word of `JOBS`.
         words: of the command line; `+recipe=NAME` and `GROUP=OPTION` choose.
+        columns: longer lines are broken; None: none is.
     """
     options = groups()
-    listed = "".join(f"{group}: {', '.join(names)}\n" for group, names in options.items())
+    mine = [group for group in GROUPS[job] if group != "suite"]
     usage = f"longtrain {job} {NAMED[job][1]}" if job in NAMED else f"longtrain {job}"
-    lines = [
-        f"{JOBS[job][1]}\n\nUsage: {usage} [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]\n",
-        f"== Groups and their options (GROUP=OPTION; recipes by +recipe=NAME) ==\n{listed}",
-    ]
+    takes = " [+recipe=NAME] [GROUP=OPTION ...]" if mine else ""
+    lines = [f"{JOBS[job][1]}\n\nUsage: {usage}{takes} [KEY=VALUE ...]\n"]
+    if job in EXAMPLES:
+        lines.append(f"  {EXAMPLES[job]}\n")
+    if mine:
+        listed = "".join(f"{group}: {', '.join(options[group])}\n" for group in mine)
+        lines.append(f"== Groups and their options (GROUP=OPTION; recipes: longtrain recipes) ==\n{listed}")
     if suites := suites_help(job, words):
         lines.append(suites)
     lines.append(f"== Keys ==\n{_indented(job_keys(job))}")
     taken = choices(job, words)
     for group, option in taken.items():
-        if group in ("recipe", "suite") or option not in options.get(group, ()):
+        if group not in mine or option not in options[group]:
             continue
         if keys := group_keys(group, option):
             lines.append(f"== {group}={option} ({group}.KEY=VALUE) ==\n{_indented(keys)}")
     if (recipe := taken.get("recipe")) in options["recipe"]:
         lines.append(f"== Set by +recipe={recipe} ==\n{_indented(_recipe_text(str(recipe)))}")
-    return "\n".join([*lines, END.format(job=job)])
+    text = "\n".join([*lines, *([END.format(job=job)] if mine else [])])
+    return text if columns is None else "".join(f"{broken(line, columns)}\n" for line in text.splitlines())
+
+
+def broken(line: str, columns: int) -> str:
+    """A line in several of at most `columns` characters, what follows set in; a comment goes on as one."""
+    if len(line) <= columns:
+        return line
+    inside = " " * (len(line) - len(line.lstrip()) + 4)
+    key, mark, comment = line.partition("  # ")
+    if not mark or len(key) > columns:
+        return textwrap.fill(line, columns, subsequent_indent=inside, break_on_hyphens=False)
+    own = f"{inside}# "
+    rest = textwrap.wrap(comment, columns, initial_indent=own, subsequent_indent=own, break_on_hyphens=False)
+    return "\n".join([key.rstrip(), *rest])
 
 
 def groups() -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from longtrain.progress import Pace
 from longtrain.training import checkpoint, state
 from longtrain.training.metrics import Metrics
 from longtrain.training.module import TrainModule
+from longtrain.training.table import family
 
 log = get_logger(__name__)
 
@@ -270,7 +270,7 @@ def short(figures: dict[str, float], *, equals: str = " ") -> str:
     families: dict[str, list[str]] = {}
     for name, value in figures.items():
         if name.startswith("train/") and name not in ("train/lr", "train/grad_norm"):
-            stem = re.sub(r"(?:[_/@.-](?:depth|d))?[_/@.-]?\d+$", "", name.removeprefix("train/"))
+            stem = family(name.removeprefix("train/"))
             families.setdefault(stem, []).append(f"{value:.3f}")
     if "val/loss" in figures:
         families["val"] = [f"{figures['val/loss']:.3f}"]

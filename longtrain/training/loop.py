@@ -21,6 +21,7 @@ from longtrain.errors import ConfigError
 from longtrain.files import read_json
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
+from longtrain.tables import tokens
 from longtrain.training import checkpoint, state, table, zero
 from longtrain.training import strategy as strategies
 from longtrain.training.callbacks import Checkpoints, ProgressBar
@@ -199,8 +200,18 @@ def fit(
     if trainer.is_global_zero:
         files.write_files(folder, {"summary.json": files.as_json(summary)})
         if draw_curves:
-            table.draw(folder / "metrics.csv", folder / "curves.png")
+            table.draw(folder / "metrics.csv", folder / "curves.png", title_of(facts or {}))
     return summary
+
+
+def title_of(facts: Mapping[str, Any]) -> str:
+    """What is trained, for which target and on texts of which length, as far as the facts of a run say."""
+    longest = max((int(stage.get("doc_tokens") or 0) for stage in facts.get("data.stages") or ()), default=0)
+    target = Path(str(facts.get("target.name") or "")).name
+    parts = [f"training of {facts.get('method.name', 'a module')}"]
+    parts += [f"for {target}"] if target else []
+    parts += [f"on texts of up to {tokens(longest)} tokens"] if longest else []
+    return " ".join(parts)
 
 
 def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from longtrain import files, plots
 from longtrain.errors import DataError, LongtrainError, TrainingError, first_line
 
+NUMBERED = re.compile(r"(?:[_/@.-](?:depth|d)[_/]?|[_/@.-]?)\d+$")
+"""The end of a figure's name that says which one of a family it is."""
 SMOOTH = 0.02
 """Width of the running mean, as a share of the steps."""
 
@@ -95,12 +97,18 @@ def read(path: Path) -> list[dict[str, str]]:
         ) from None
 
 
-def draw(metrics: Path, picture: Path) -> bool:
+def family(name: str) -> str:
+    """A figure's name without what says which one of a family it is: `acc/depth_0`, `acc_1` -> `acc`."""
+    return NUMBERED.sub("", name)
+
+
+def draw(metrics: Path, picture: Path, title: str = "") -> bool:
     """Draw one panel for the loss and one for each family of figures (`acc_1`, `acc_2` share one), as a PNG.
 
     Args:
         metrics: `metrics.csv` of a run.
         picture: the PNG to write.
+        title: above all curves.
 
     Returns:
         False when there is nothing to draw.
@@ -111,10 +119,9 @@ def draw(metrics: Path, picture: Path) -> bool:
     families: dict[str, list[str]] = {}
     for name in rows[0]:
         if name.startswith(("train/", "val/")):
-            stem = re.sub(r"[_/@.-]?(depth|d)?[_/]?\d+$", "", name.split("/", 1)[1])
-            families.setdefault(stem, []).append(name)
+            families.setdefault(family(name.split("/", 1)[1]), []).append(name)
     figure, panels = plots.panels(len(families), columns=3, size=(4.6, 3.1))
-    for axes, (title, members) in zip(panels, families.items(), strict=True):
+    for axes, (stem, members) in zip(panels, families.items(), strict=True):
         for name in members:
             points = [(int(row["step"]), float(row[name])) for row in rows if row[name] not in ("", "nan")]
             steps, values = [step for step, _ in points], [value for _, value in points]
@@ -122,8 +129,8 @@ def draw(metrics: Path, picture: Path) -> bool:
                 values = _running_mean(values, max(1, int(SMOOTH * len(values))))
             marker = "o" if name.startswith("val/") else ""
             axes.plot(steps, values, label=name, linewidth=1.2, marker=marker, markersize=3)
-        plots.label(axes, "optimizer step", title=title, legend=len(members) > 1)
-    files.write_files(picture.parent, {picture.name: plots.png(figure)})
+        plots.label(axes, "optimizer step", title=stem, legend=len(members) > 1)
+    files.write_files(picture.parent, {picture.name: plots.png(figure, title=title)})
     return True
 
 

@@ -79,7 +79,9 @@ def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path,
 def test_the_card_of_an_artifact_has_what_was_measured(run, artifact, tmp_path, capsys):
     assert "was not evaluated" in (artifact / "README.md").read_text()
     run()
-    assert "speed over full" in capsys.readouterr().out
+    assert "speed over plain decoding" in capsys.readouterr().out
+    assert "`full` is plain decoding on the whole cache." in (tmp_path / FOLDER / "table.md").read_text()
+    assert "ratios to `full`, plain decoding;" in (tmp_path / FOLDER / "speed.md").read_text()
     card = (artifact / "README.md").read_text()
     assert "was not evaluated" not in card and "suite=acceptance" in card and "draft" in card
     assert (

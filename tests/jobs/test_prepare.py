@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -88,6 +89,22 @@ def test_show_prints_a_sample_with_its_labels_in_colour(cfg, capsys, monkeypatch
     out = capsys.readouterr().out
     green = [part.split("\x1b[0m")[0] for part in out.split("\x1b[1;32m")[1:]]
     assert "because" in "".join(green[1:]) and "why" not in "".join(green)
+
+
+@pytest.mark.parametrize("colourless", [{}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}])
+def test_show_marks_labels_where_there_are_no_colours(cfg, capsys, monkeypatch, colourless):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in colourless.items():
+        monkeypatch.setenv(name, value)
+    cfg.show = 1
+    run(cfg)
+    legend, _, *rest = capsys.readouterr().out.splitlines()
+    assert legend == "⟦label, to be predicted⟧, read only"
+    said = "".join(rest).replace("\x1b[0m", "")
+    labels = re.findall("⟦(.*?)⟧", said)
+    assert "because" in "".join(labels) and "why" in said and "why" not in "".join(labels)
+    assert said.count("⟦") == said.count("⟧") == len(labels) > 0
 
 
 def test_a_conversation_longer_than_the_targets_context(cfg, tmp_path):

@@ -1,10 +1,13 @@
 import math
 
+import pytest
 import torch
 
 from longtrain.data.rows.batch import Batch
 from longtrain.methods.spec import Loss
+from longtrain.training.callbacks import short
 from longtrain.training.figures import Pool
+from longtrain.training.loop import title_of
 
 
 def batch(name):
@@ -59,3 +62,22 @@ def test_a_figure_without_counts_is_nan():
     pool.close(1)
     (record,) = pool.read(lambda mine: [mine])
     assert math.isnan(record.figures["acc"])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("head_1", "head_2"), "head 0.500,0.500"),  # no "d_1" of a family "hea"
+        (("acc/depth_0", "acc/depth_1"), "acc 0.500,0.500"),
+        (("recall@d4", "acc_1", "fold7"), "recall 0.500 acc 0.500 fold 0.500"),
+    ],
+)
+def test_figures_of_a_family_stand_together_under_its_whole_name(names: tuple[str, ...], said: str) -> None:
+    assert short({f"train/{name}": 0.5 for name in names}) == said
+
+
+def test_the_picture_of_a_training_says_what_for_whom_and_how_long() -> None:
+    stages = [{"doc_tokens": 640, "row_tokens": 1280}, {"doc_tokens": 2048}]
+    facts = {"method.name": "longspec", "target.name": "/models/tiny", "data.stages": stages}
+    assert title_of(facts) == "training of longspec for tiny on texts of up to 2k tokens"
+    assert title_of({"method.name": "pretrain"}) == "training of pretrain"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from longtrain.evaluation.reporting.tables import Column, Sheet, difference, joined, section, sheet
+from longtrain.evaluation.reporting.tables import (
+    FULL,
+    PLAIN,
+    Column,
+    Sheet,
+    difference,
+    joined,
+    section,
+    sheet,
+)
 from longtrain.tables import DASH, escaped, fixed, interval, markdown, tokens, without_empty
 
 Json = dict[str, Any]
@@ -85,9 +94,9 @@ def speed_table(results: Json, timings: Json) -> str:
         f"# Speed: {escaped(results['title'])}, {escaped(results['target']['name'])} on {timings['device']}",
         markdown(*without_empty(*sheet(columns, things))),
         f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: {prompts}."
-        f" Speeds are ratios to {next(iter(timed[0]['figures']))}; tokens/s and its ratio leave out prefill "
-        "(a draft's own included); in brackets the smallest and the largest ratio of a batch. τ is that of "
-        "all prompts of the run.",
+        f" Speeds are ratios to {_plainly(next(iter(timed[0]['figures'])))}; tokens/s and its ratio leave "
+        "out prefill (a draft's own included); in brackets the smallest and the largest ratio of a batch. τ "
+        "is that of all prompts of the run.",
         CPU_NOTE if str(timings["device"]).startswith("cpu") else "",
     )
 
@@ -101,10 +110,18 @@ def speed_summary(timings: Json) -> Sheet:
     columns: list[Column] = [
         ("system", lambda one: f"{one['system']}, {_place(one)}" if several else str(one["system"])),
         ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
-        (f"speed over {first}", lambda one: _times(one["ratio"], one.get("ratio_range"))),
+        (
+            f"speed over {PLAIN if first == FULL else first}",
+            lambda one: _times(one["ratio"], one.get("ratio_range")),
+        ),
         ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
     ]
     return sheet(columns, things)
+
+
+def _plainly(system: str) -> str:
+    """A system by its name in tables; the full cache's is said to be plain decoding."""
+    return f"`{FULL}`, {PLAIN}" if system == FULL else escaped(system)
 
 
 def _tau_at(results: Json, row: Json) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
@@ -35,6 +36,16 @@ def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
         "positions.png": _positions(results),
     }
     return {name: content for name, content in made.items() if content is not None}
+
+
+def headline(results: Json) -> str:
+    """What a picture is of: the suite's title, the target and the context lengths."""
+    target = Path(str(results["target"]["name"])).name
+    lengths = sorted({one["facets"]["length"] for one in results["cells"] if "length" in one["facets"]})
+    context = ""
+    if lengths:
+        context = f", context of {' to '.join(map(tokens, dict.fromkeys((lengths[0], lengths[-1]))))} tokens"
+    return f"{results['title']}: {target}{context}"
 
 
 def by_budget(results: Json, task: str | None = None) -> dict[str, Points]:
@@ -85,7 +96,7 @@ def _budgets(results: Json) -> bytes | None:
         one.set_xticks(range(len(budgets)), budgets)
         what = f"{'' if task else 'average '}{results['scale']['name']} (95% interval)"
         label(one, "budget", what, title=f"{task} tokens" if task and by_length else task or "")
-    return png(figure)
+    return png(figure, title=headline(results))
 
 
 def _acceptance(results: Json) -> bytes | None:
@@ -109,7 +120,7 @@ def _acceptance(results: Json) -> bytes | None:
     if len(places) > 1:
         lengths_axis(axes[2], places)
         label(axes[2], "context length, tokens", "acceptance length τ")
-    return png(figure)
+    return png(figure, title=headline(results))
 
 
 def _needle(results: Json) -> bytes | None:
@@ -133,7 +144,7 @@ def _needle(results: Json) -> bytes | None:
         one.set_yticks(range(len(depths)), depths, fontsize=7)
         one.set_title(plain(name), fontsize=8)
         one.set_ylabel("depth, %", fontsize=7)
-    return png(figure)
+    return png(figure, title=headline(results))
 
 
 def _overhead(results: Json, timings: Json) -> bytes | None:
@@ -151,7 +162,7 @@ def _overhead(results: Json, timings: Json) -> bytes | None:
         one.set_xscale("symlog", linthresh=1)
         one.xaxis.set_major_formatter("{x:g}")
         label(one, "overhead of the first token, %", results["scale"]["name"], title=row["task"])
-    return png(figure)
+    return png(figure, title=headline(results))
 
 
 def _figures(results: Json) -> bytes | None:
@@ -172,7 +183,7 @@ def _figures(results: Json) -> bytes | None:
                 _line(one, found, system)
         lengths_axis(one, lengths)
         label(one, "context length, tokens", f"{name} (95% interval)")
-    return png(figure)
+    return png(figure, title=headline(results))
 
 
 def _positions(results: Json) -> bytes | None:
@@ -202,7 +213,7 @@ def _positions(results: Json) -> bytes | None:
         lengths_axis(one, places)
         title = "" if budget is None else f"budget {budget}"
         label(one, "new tokens up to", f"{name} (95% interval)", title=title, legend=False)
-    return png(figure, legend=True)
+    return png(figure, legend=True, title=headline(results))
 
 
 def _score(system: Json, task: str | None) -> Json | None:

@@ -19,6 +19,8 @@ Column = tuple[str, Callable[[Any], str]]
 Sheet = tuple[list[str], list[list[str]]]
 """Headings and rows."""
 
+FULL, PLAIN = "full", "plain decoding"
+"""The system of plain decoding on the whole cache as tables name it, and in words."""
 WIDE = 8
 """Most columns of tasks beside each other; with more, systems are the columns."""
 
@@ -350,7 +352,9 @@ def _gap(found: Json) -> str:
 
 def _footnote(results: Json) -> str:
     boot = results["bootstrap"]
+    full = any(system["kind"] == FULL for system in results["systems"])
     return (
+        f"{f'`{FULL}` is {PLAIN} on the whole cache. ' if full else ''}"
         f"Intervals: {100 * boot['confidence']:g}% bootstrap over examples within each task "
         f"({boot['resamples']} resamples, seed {boot['seed']}); tasks of fewer than {LEAST} share their "
         "spread. Bold: the difference from the full cache over the same examples is larger than noise: its "

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, pictures
+from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, headline, pictures
 from longtrain.evaluation.reporting.tables import difference, summary, table
 from longtrain.tables import escaped
 
@@ -91,6 +91,18 @@ def test_a_difference_in_words():
     assert difference(versus, plain=True) == "-3.10* [-4.20, -2.00]"
     assert difference({**versus, "larger_than_noise": False}) == "-3.10 [-4.20, -2.00]"
     assert difference(None) == "-"
+
+
+def test_pictures_say_what_they_are_of(made):
+    results = copy.deepcopy(made.results)
+    results["target"]["name"] = "/models/some_$target/"
+    lengths = [{"facets": {"length": length}} for length in (8192, 512, 2048)]
+    assert headline({**results, "title": "Needle", "cells": lengths}) == (
+        "Needle: some_$target, context of 512 to 8k tokens"
+    )
+    assert headline({**results, "title": "Needle", "cells": lengths[1:2]}).endswith("context of 512 tokens")
+    assert headline({**results, "title": "Needle", "cells": []}) == "Needle: some_$target"
+    assert all(pictures(results)[name] != picture for name, picture in pictures(made.results).items())
 
 
 def test_pictures_are_made_for_what_there_is(made):
