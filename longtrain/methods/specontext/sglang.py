@@ -25,7 +25,8 @@ from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.files import as_json, json_sha256, open_regular, read_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
-from longtrain.methods.specontext.config import EMBEDDING, FORMATS, Config, key_offset
+from longtrain.methods.specontext.config import EMBEDDING, Config, key_offset
+from longtrain.methods.specontext.config import FORMATS as NAMES
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.info import TargetSketch
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
-(FORM,) = FORMATS
+(FORM,) = NAMES
 ABOUT, WEIGHTS, CODE = "specontext.json", "model.safetensors", "specontext_sglang.py"
 RECORD = "longtrain/record.json"
 CHECKSUM = "sha256"
