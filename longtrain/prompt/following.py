@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
-from longtrain.data.read.files import BUNDLED
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.files import read_json
 from longtrain.jobs import outline
@@ -34,7 +33,7 @@ NEW_TOKENS = ("max_new_tokens", "steps", "new_tokens")
 """Keys of a suite that say how many tokens follow a prompt."""
 ANSWER_INCLUDED = ("ruler",)
 """Suites whose lengths have the answer in them."""
-SHIPPED = f"{BUNDLED}train"
+SHIPPED = "bundled:train"
 """The text that ships with the package, without the novels that evaluations read."""
 
 
