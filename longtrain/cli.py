@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.files import FULL, UTF8
+from longtrain.files import UTF8
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.grammar import in_grammar, in_list
@@ -76,11 +76,18 @@ def main() -> None:
         _end_output()
         sys.exit(141)
     except OSError as error:  # `longtrain ... > FILE` on a disk that is full
-        if error.errno not in FULL or error.filename is not None:
+        if not _is_full(error):
             raise
         _end_output()
         _complain(f"the output cannot be written: {error.strerror or error}")
         sys.exit(1)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether the output, and no other file, is on a disk that is full."""
+    from longtrain.files import FULL  # costs as much time as all else that `--help` needs
+
+    return isinstance(error, OSError) and error.errno in FULL and error.filename is None
 
 
 def _end_output() -> None:
@@ -238,7 +245,7 @@ def _run_hydra(words: list[str]) -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
-        if isinstance(failure, OSError) and failure.errno in FULL and failure.filename is None:
+        if _is_full(failure):
             _end_output()
         for fault in getattr(failure, "faults", (failure,)):
             _complain(explain(fault, words))

@@ -135,9 +135,10 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
         raise
     finally:
         kept.close()
-    ranks.leave(trainer)  # none ends, with an error or without, while another one still writes
     if left is not None:
+        trainer.strategy.barrier()  # none ends with an error while another one still writes
         raise SystemExit(128 + signal.Signals[left.name])
+    ranks.leave(trainer)
     log.info("trained %s folder=%s", _outcome(summary), folder)
     if drawn := _drawn(folder):
         log.info("%s", drawn)
