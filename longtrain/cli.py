@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.files import UTF8
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.grammar import in_grammar, in_list
@@ -181,7 +180,7 @@ def recipes(own: Path | None = None) -> dict[str, str]:
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
     files += sorted((own / "recipe").glob("*.yaml")) if own else []
-    return {file.stem: _about(file.read_text(encoding=UTF8)) for file in files}
+    return {file.stem: _about(file.read_text(encoding="utf-8-sig")) for file in files}  # some editors write a mark
 
 
 def _about(text: str) -> str:

@@ -13,8 +13,17 @@ LEAST_WORDS = 12
 """Letters that a message has beside the values in it; shorter ones are parts of others."""
 
 AREAS = {
-    "Settings and the command line": ("settings", "prompt", "cli", "files", "assets", "jobs"),
-    "The target": ("targets", "features", "layers"),
+    "Settings and the command line": (
+        "settings",
+        "prompt",
+        "cli",
+        "files",
+        "folders",
+        "journals",
+        "assets",
+        "jobs",
+    ),
+    "The target": ("targets", "features", "layers", "pickled"),
     "Data": ("data", "chunked", "losses"),
     "Training and checkpoints": ("training",),
     "Methods": ("methods",),
