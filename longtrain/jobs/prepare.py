@@ -29,6 +29,9 @@ NO_TOKENIZER = (
     "text cannot be prepared without a tokenizer; use a target folder that has one (tokenizer.json)"
 )
 
+MARKS = ("⟦", "⟧")
+"""Around labels, where a sample is shown without colours."""
+
 
 def run(cfg: DictConfig) -> None:
     """Prepare `cfg.data` for the target's tokenizer, and show samples if `cfg.show` says how many.
@@ -123,14 +126,15 @@ def data_config(cfg: DictConfig) -> DataConfig:
 
 
 def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:
-    """Print samples with their labels coloured."""
+    """Print samples with their labels coloured, or in brackets where there are no colours."""
     if count < 1:
         return
     from rich.console import Console
 
     console = Console()
-    console.print(f"[{LABEL}]label, to be predicted[/], [{READ}]read only[/]")
-    for sample in samples(Prepared.open(folder), tokenizer, count, seed=seed):
+    marks = ("", "") if console.color_system else MARKS
+    console.print(f"{marks[0]}[{LABEL}]label, to be predicted[/]{marks[1]}, [{READ}]read only[/]")
+    for sample in samples(Prepared.open(folder), tokenizer, count, seed=seed, marks=marks):
         console.rule()
         console.print(sample)
 

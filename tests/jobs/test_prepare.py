@@ -90,6 +90,15 @@ def test_show_prints_a_sample_with_its_labels_in_colour(cfg, capsys, monkeypatch
     assert "because" in "".join(green[1:]) and "why" not in "".join(green)
 
 
+def test_show_marks_labels_where_there_are_no_colours(cfg, capsys, monkeypatch):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    cfg.show = 1
+    run(cfg)
+    out = capsys.readouterr().out
+    assert "⟦label, to be predicted⟧, read only" in out and "A:⟦because⟧" in out and "\x1b" not in out
+
+
 def test_a_conversation_longer_than_the_targets_context(cfg, tmp_path):
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 100}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")

@@ -188,7 +188,9 @@ def _chosen(config: DataConfig) -> list[SourceConfig]:
     return sources
 
 
-def samples(data: Prepared, tokenizer: Any, count: int, *, seed: int = 0) -> Iterator[Any]:
+def samples(
+    data: Prepared, tokenizer: Any, count: int, *, seed: int = 0, marks: tuple[str, str] = ("", "")
+) -> Iterator[Any]:
     """`count` documents spread over the text kinds, as `rich.text.Text`, for a person to look at.
 
     Args:
@@ -196,6 +198,7 @@ def samples(data: Prepared, tokenizer: Any, count: int, *, seed: int = 0) -> Ite
         tokenizer: what it was tokenised with.
         count: documents.
         seed: which ones.
+        marks: what stands before and behind each stretch of labels, where there are no colours to tell them.
     """
     from rich.text import Text
 
@@ -211,9 +214,14 @@ def samples(data: Prepared, tokenizer: Any, count: int, *, seed: int = 0) -> Ite
         text = Text(head + share + "\n", style="bold")
         if len(ids) < data.length[doc]:
             text.append("[...]", style=READ)
+        before = False
         for token, label in zip(ids.tolist(), mask.tolist(), strict=True):
+            if bool(label) != before:
+                text.append(marks[int(before)])
+                before = bool(label)
             piece = tokenizer.decode([token], skip_special_tokens=False)
             text.append(piece.replace("\n", "⏎\n") if label else piece, style=LABEL if label else READ)
+        text.append(marks[1] if before else "")
         yield text
 
 
