@@ -180,7 +180,9 @@ def recipes(own: Path | None = None) -> dict[str, str]:
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
     files += sorted((own / "recipe").glob("*.yaml")) if own else []
-    return {file.stem: _about(file.read_text(encoding="utf-8-sig")) for file in files}  # some editors write a mark
+    return {
+        file.stem: _about(file.read_text(encoding="utf-8-sig")) for file in files
+    }  # some editors write a mark
 
 
 def _about(text: str) -> str:

@@ -27,8 +27,8 @@ NO_TARGET = (
 )
 
 NO_CUDA = (
-    "trainer.accelerator={}, and torch sees no CUDA device here; with a target that is small enough for a CPU "
-    "pass trainer=cpu"
+    "trainer.accelerator={}, and torch sees no CUDA device here; with a target that is small enough for a "
+    "CPU pass trainer=cpu"
 )
 
 Device = Annotated[
