@@ -111,7 +111,8 @@ def test_help_says_which_suites_are_of_a_job() -> None:
     assert suites_help("train") == ""
 
 
-def test_help_of_a_suite_lists_its_keys(run: Run) -> None:
+def test_help_of_a_suite_lists_its_keys(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     done = run("eval", "suite=needle", "--help")
     assert done.returncode == 0, done.stderr
     assert "== Keys of suite=needle ==" in done.stdout and "lengths: ${lengths}" in done.stdout

@@ -80,7 +80,7 @@ def test_a_run_that_was_cut_short_is_exported_where_this_is_asked_for_and_says_s
     assert not (tmp_path / "checkpoints").exists()
     caplog.set_level("INFO")
     export.run(composed("export", "unfinished=true"))
-    assert "step=7 unfinished: step 7 of 9" in caplog.text
+    assert "step=7 verified" in caplog.text and "unfinished: step 7 of 9" in caplog.text
     artifact = Artifact.load("one", home=tmp_path)
     assert artifact.provenance["unfinished"] == "step 7 of 9"
     card = (artifact.folder / "README.md").read_text()

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from longtrain.data.chat.mask import apply_template
 from longtrain.decoding.engine import Generation
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError, LongtrainError, refusal
 from longtrain.jobs.serving.requests import Chat, CommonFields, Completion, parse
 from longtrain.jobs.serving.worker import FullError, GoneError, Queue, Scored, Worker
 
@@ -73,9 +73,11 @@ class Service:
         prompts = [encode(one) if isinstance(one, str) else list(one) for one in asked.prompts]
         most = 16 if asked.max_tokens is None else asked.max_tokens
         if not prompts or not all(prompts):
-            raise ConfigError("request.prompt is empty; allowed: a text of one token or more")
+            raise refusal(ConfigError, "request.prompt is empty", "a text of one token or more")
         if not most and not asked.echo:
-            raise ConfigError("request.max_tokens=0 writes nothing; allowed: 1 or more, or 0 with echo=true")
+            raise refusal(
+                ConfigError, "request.max_tokens=0 writes nothing", "1 or more, or 0 with echo=true"
+            )
         head = self._head("text_completion", asked)
         if asked.stream:
             if len(prompts) > 1 or asked.echo or asked.logprobs is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, between, check, read
 
 LABELS = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "best_of")
@@ -98,5 +98,5 @@ def _turn(message: Mapping[str, Any], at: int) -> dict[str, str]:
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
     if not isinstance(role, str) or not isinstance(content, str):
         allowed = '{"role": "user", "content": TEXT}, or content as a list of {"type": "text", "text": TEXT}'
-        raise ConfigError(f"request.messages[{at}] has no role or no text; allowed: {allowed}")
+        raise refusal(ConfigError, f"request.messages[{at}] has no role or no text", allowed)
     return {"role": role, "content": content}

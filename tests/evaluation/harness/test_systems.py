@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 from longtrain import methods
 from longtrain.artifact import Artifact
+from longtrain.artifact.stored import sealed
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, TreeShape
 from longtrain.errors import ConfigError, ConflictError
@@ -77,7 +79,9 @@ def test_the_same_weights_with_another_config_are_another_system(session, target
     folder = tmp_path / "longspec"
     shutil.copytree(draft.folder, folder)
     path = folder / "longtrain.json"
-    path.write_text(path.read_text().replace('"max_depth": 5', '"max_depth": 6'))
+    manifest = json.loads(path.read_text())
+    manifest["config"]["max_depth"] = 6
+    path.write_bytes(sealed(manifest))
     again = Artifact.load(folder)
     assert again.config != draft.config
     asked, systems = suite(task(examples=1)), []

@@ -308,7 +308,7 @@ def test_altered_tensors_are_caught_by_the_golden_outputs(made, target, tmp_path
     content = (folder / "model.safetensors").read_bytes()
     manifest["files"]["model.safetensors"] = hashlib.sha256(content).hexdigest()
     (folder / "longtrain.json").write_bytes(sealed(manifest))
-    with pytest.raises(ArtifactError, match="not reproduced by evictor and target in float32"):
+    with pytest.raises(ArtifactError, match="not reproduced by the evictor"):
         Artifact.load(folder).attach(target, budget_tokens=4)
 
 
