@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from longtrain.assets import asset_dir
+from longtrain.assets import MANIFEST, asset_dir
 from longtrain.files import as_json, read_json
 from longtrain.prompt import following, memory
 from longtrain.prompt.checks import NO_CUDA
@@ -46,6 +46,17 @@ def test_lengths_leave_room_for_what_is_written(window_1k: Path) -> None:
     line, faults = following.fit_lengths(cfg, ["eval"], [])
     assert list(cfg.suite.lengths) == [512, 768] and not faults  # 1024 - 128 = 896, a multiple of 256 below
     assert line == "fitted to the target's window of 1024 tokens: lengths [512,768] (was [512,2048,8192])"
+
+
+def test_an_artifact_says_the_window_of_a_target_that_is_not_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "draft"
+    folder.mkdir(parents=True)
+    target = {"name": "folder-of-another-machine", "max_positions": 1024}
+    (folder / MANIFEST).write_bytes(as_json({"target": target}))
+    suite = {"name": "acceptance", "lengths": ["2k"], "max_new_tokens": 128}
+    cfg = _cfg(None, suite=suite, artifact="draft", home=str(tmp_path))
+    line, faults = following.fit_lengths(cfg, ["eval"], [])
+    assert list(cfg.suite.lengths) == [768] and line and not faults
 
 
 def test_a_length_that_fits_stays(window_1k: Path) -> None:

@@ -44,7 +44,7 @@ from longtrain.artifact.stored import (
 from longtrain.artifact.verification import ADVICE, Verification, refuse
 from longtrain.artifact.written import CARD, MODEL, card_of, files_of
 from longtrain.assets import MANIFEST
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import write_files
 from longtrain.folders import replaced_folder
 from longtrain.log import get_logger
@@ -129,8 +129,8 @@ class Artifact:
         tokens = spec.golden_tokens(config)
         try:
             golden = kinds[0].record(made._parts, target, tokens=tokens, others=others)
-        except (ArtifactError, torch.OutOfMemoryError) as error:
-            made.verification.faults.append(f"its golden outputs could not be recorded: {error}")
+        except (LongtrainError, RuntimeError) as error:  # of torch too, as when memory runs out
+            made.verification.faults.append(f"its golden outputs could not be recorded: {first_line(error)}")
             return made
         return dataclasses.replace(made, golden=golden)
 

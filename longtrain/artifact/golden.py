@@ -96,10 +96,19 @@ class Golden(ABC):
             tokens: prompt length; more than a draft's own window, or a lost window would not show.
             others: make parts that other machines run in their place (an LM head copied in 4 bits, say) and
                 whose outputs differ by their rounding alone: that counts as noise too.
+
+        Raises:
+            ArtifactError: the target gives something that is no number, which nothing can be compared with.
         """
         with _exact_products():
             asked = cls._prompt(target, tokens)
             found = asked._on_target(attach, target)
+            for name, tensor in found[1].items():
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ArtifactError(
+                        f"the target gives {name} that is NaN or infinite in {asked.dtype}; its weights are "
+                        "damaged, or too large for that type (pass target.dtype=float32)"
+                    )
             asked, noise, wide = replace(asked, inputs=found[1]), {}, found
             if asked.dtype in HALF:
                 wide = asked._on_target(attach, WideTarget(target))

@@ -141,10 +141,10 @@ def kind_of_folder(folder: Path, names: Iterable[str]) -> FolderKind:
 
 
 def local_target(folder: Path) -> str | None:
-    """The folder that the target was loaded from, if it is still there."""
+    """The folder or GGUF file that the target was loaded from, if it is still there."""
     try:
         where = read_sealed(folder / LOCAL)["target"]
-        return where if Path(where).is_dir() else None
+        return where if Path(where).exists() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -28,8 +28,8 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the distance is within the limit."""
-        return self.error <= self.limit
+        """Whether the distance is within the limit; what is no number never is, however large the noise."""
+        return self.error <= self.limit and self.error < FAR
 
     def __str__(self) -> str:
         passed = "" if self.passed else " FAILED"

@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
-from longtrain.errors import ArtifactError, ConfigError, first_line
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import read_json, read_text
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
@@ -326,14 +326,12 @@ def _compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target
     """Note where golden outputs, tokens, drafted trees or kept rows are not those of the trained module."""
     if spec.attach is None:
         return
-    import torch
-
     keys, faults = dict(spec.golden_keys), artifact.verification.faults
     try:
         mine = _done(spec.attach(module, target, config, keys), target)
         theirs = _done(artifact.attach(target, **keys), target)
-    except (ArtifactError, torch.OutOfMemoryError) as error:
-        faults.append(str(error))
+    except (LongtrainError, RuntimeError) as error:  # of torch too, as when memory runs out
+        faults.append(first_line(error))
         return
     if mine != theirs:
         faults.append(

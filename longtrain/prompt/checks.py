@@ -36,6 +36,7 @@ from longtrain.settings import (
     one_of,
     read,
 )
+from longtrain.targets.at_hand import folder_of, is_gguf, is_hub_id
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
@@ -131,12 +132,9 @@ def _target(cfg: DictConfig) -> None:
         target_key(cfg, key)
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
-        remote = where.count("/") == 1 and where[0] not in "./~"
-        gguf = where.lower().endswith(".gguf")
         place = Path(where).expanduser()
-        if where != "tiny" and (gguf or not remote) and not (place.is_file() if gguf else place.is_dir()):
-            from longtrain.targets.at_hand import folder_of
-
+        there = where == "tiny" or (place.is_file() if is_gguf(where) else place.is_dir())
+        if not there and not is_hub_id(where):
             folder_of(where)  # it says what is allowed
 
 

@@ -127,9 +127,11 @@ def window_of(cfg: DictConfig) -> int | None:
         for name in artifact_names(cfg):
             place = Path(cfg.home) / "checkpoints" / name
             folder = next((one for one in (Path(name), place) if one.is_dir()), bundled_artifacts().get(name))
-            where = read_json(Path(str(folder)) / MANIFEST)["target"]["name"]
-            if (file := outline.config_file(str(where))) is not None:
-                return int(read_json(file)["max_position_embeddings"])
+            target = read_json(Path(str(folder)) / MANIFEST)["target"]
+            file = outline.config_file(str(target["name"]))  # of a local folder it names the last part alone
+            return int(
+                target["max_positions"] if file is None else read_json(file)["max_position_embeddings"]
+            )
     except (LongtrainError, OSError, ValueError, KeyError, TypeError):
         return None  # whoever loads it says what is wrong
     return None

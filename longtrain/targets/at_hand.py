@@ -45,7 +45,7 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
         from longtrain.targets.stored.gguf import dequantised
 
         return dequantised(folder)
-    if folder.exists() or text.count("/") != 1 or text[0] in "./~" or is_gguf(where):
+    if not is_hub_id(text):
         raise refusal(
             ConfigError,
             f"target.path={text} is not a folder",
@@ -70,8 +70,9 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
 
 
 def is_hub_id(where: str) -> bool:
-    """Whether a target that is no folder may be one of the Hub: ORG/NAME."""
-    return where.count("/") == 1 and where[0] not in "./~" and not Path(where).expanduser().exists()
+    """Whether a target that is nothing on this machine may be one of the Hub: ORG/NAME."""
+    named = where.count("/") == 1 and where[0] not in "./~" and not is_gguf(where)
+    return named and not Path(where).expanduser().exists()
 
 
 def fetch_config(where: str) -> None:

@@ -29,7 +29,7 @@ def read_config(folder: Path) -> Any:
     for key in SIZES:
         size, most = values.get(key), MOST.get(key, 2**31)
         if size is not None and (type(size) is not int or not 0 < size <= most):
-            raise ArtifactError(f"{file} has {key}={size!r}; allowed: a whole number from 1 to {most}")
+            raise refusal(ArtifactError, f"{file} has {key}={size!r}", f"a whole number from 1 to {most}")
     _check_heads(values, file)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)

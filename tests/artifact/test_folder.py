@@ -68,6 +68,30 @@ def test_loads_by_name_and_drafts(folder, target):
     assert drafted.stats.draft_bytes > 0
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_target_of_this_machine_is_found_again_folder_or_file(made, target, tmp_path, is_folder):
+    """The manifest names its last part alone, since others read it."""
+    where = tmp_path / ("target" if is_folder else "target.gguf")
+    where.mkdir() if is_folder else where.touch()
+    named = dataclasses.replace(made, target=dataclasses.replace(target.info, name=str(where)))
+    folder = named.save(tmp_path / "d")
+    assert json.loads((folder / "longtrain.json").read_text())["target"]["name"] == where.name
+    assert Artifact.load(folder).target.name == str(where)
+    where.rmdir() if is_folder else where.unlink()
+    assert Artifact.load(folder).target.name == where.name
+
+
+def test_a_target_that_gives_no_numbers_is_told_and_costs_nobody_the_training(
+    module, config, target, tmp_path
+):
+    half = copy.deepcopy(target).half()
+    with torch.no_grad():
+        half.model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+    made = Artifact.from_module("longspec", config, module=copy.deepcopy(module).half(), target=half)
+    assert made.golden is None and "NaN or infinite in float16" in made.verification.faults[0]
+    assert not Artifact.load(made.save(tmp_path / "d"), unverified=True).verified
+
+
 def test_two_saves_write_the_same_bytes(made, tmp_path):
     one, two = made.save(tmp_path / "a" / "draft"), made.save(tmp_path / "b" / "draft")
     assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}

@@ -9,7 +9,8 @@ import torch
 from export_loop import cases, loop
 from mutations import METHODS, made_of, table
 
-from longtrain.artifact.golden import FLOOR, MULTIPLE, OUTPUTS
+from longtrain.artifact.golden import FLOOR, MULTIPLE, OUTPUTS, as_number
+from longtrain.artifact.verification import FAR, Check
 from longtrain.artifact.wide import WideTarget
 from longtrain.errors import ArtifactError
 from longtrain.targets.loading import random_target
@@ -97,6 +98,12 @@ def test_noise_of_another_dtype_is_measured_when_the_artifact_is_loaded(coarse):
     checks = made.golden.measure(made._parts, coarse[0])
     assert all(check.passed for check in checks) and checks[-1].limit > FLOOR["bfloat16"]
     assert made.golden.measure(made._parts, wide)[-1].limit == FLOOR["float32"]
+
+
+def test_what_is_no_number_passes_no_limit():
+    """The noise of a target that overflows is none either, and so would be four times as much."""
+    assert not Check("x", as_number(torch.tensor(torch.nan)), MULTIPLE * FAR).passed
+    assert Check("x", 0.3, MULTIPLE * 0.1).passed
 
 
 def test_another_targets_rounding_is_no_excuse(coarse):

@@ -1,12 +1,16 @@
 """One question at the end of a prompt: exact lengths, and answers that the context holds."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from transformers import AutoTokenizer
 
+from longtrain.assets import asset_dir
 from longtrain.data.retrieval.material import ChatIds, TextStream
-from longtrain.data.retrieval.synthetic import QUESTION_TASKS, RetrievalWriter
+from longtrain.data.retrieval.synthetic import QUESTION_TASKS, RetrievalWriter, turn_marks
 from longtrain.data.retrieval.wording import KEY, PRETRAIN, RULER, wording_of
 from longtrain.errors import ConfigError
 from longtrain.evaluation.ruler.tasks import TASKS
@@ -229,3 +233,17 @@ def test_questions_that_cannot_be_written_are_refused(writer: RetrievalWriter) -
         writer.question("copy", 2000, rng)
     with pytest.raises(ConfigError, match=r"100 tokens is too short .* 4\d\d or more"):
         writer.question("needles", 100, rng)
+
+
+@pytest.mark.parametrize("recipe", ["recipes/lookaheadkv_local", "conf/data/lookaheadkv_small"])
+def test_the_shortest_prompt_of_a_recipe_for_any_target_has_room_for_every_task(recipe):
+    """In RULER's words, and with a small vocabulary, whose tokens are short."""
+    values = yaml.safe_load((Path(__file__).parents[2] / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    tokenizer = AutoTokenizer.from_pretrained(asset_dir("bundled") / "tiny")
+    vocabulary = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    streams = [TextStream(np.array(tokenizer(TEXT).input_ids), vocabulary, "book")]
+    writer = RetrievalWriter(
+        lambda text: tokenizer(text).input_ids, turn_marks(tokenizer), streams, wording=RULER
+    )
+    shortest = values.get("data", values)["prompt_tokens"][0]
+    assert max(map(writer.least_tokens, QUESTION_TASKS)) <= shortest

@@ -290,11 +290,12 @@ def test_a_comparison_that_fails_costs_nobody_the_training(
     assert "## Unverified" not in card and "- UNVERIFIED: one did not verify" in card
 
 
+@pytest.mark.parametrize("error", [ArtifactError, ConfigError, RuntimeError])
 def test_golden_outputs_that_cannot_be_recorded_cost_nobody_the_training(
-    composed, trained, tmp_path, monkeypatch
+    composed, trained, tmp_path, monkeypatch, error
 ):
     def fails(*_, **__):
-        raise ArtifactError("the draft does not sample its chain")
+        raise error("the draft does not sample its chain")
 
     with monkeypatch.context() as patch:
         patch.setattr("longtrain.artifact.golden_laws._decode", fails)

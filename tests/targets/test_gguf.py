@@ -96,6 +96,23 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "assets"
 
 
+def test_files_of_another_model_beside_it_are_not_read(cache, tmp_path):
+    clean, mixed = tmp_path / "clean", tmp_path / "mixed"
+    clean.mkdir()
+    mixed.mkdir()
+    wanted = AutoTokenizer.from_pretrained(str(clean), gguf_file=write(clean / "small.gguf").name)
+    shutil.copy(clean / "small.gguf", mixed)
+    (mixed / "config.json").write_text('{"model_type": "qwen2", "hidden_size": 8}')
+    (mixed / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    shutil.copy(asset_dir("bundled") / "tiny" / "tokenizer.json", mixed)
+    (mixed / "chat_template.jinja").write_text("other")
+    folder = folder_of(mixed / "small.gguf")
+    found = AutoTokenizer.from_pretrained(folder)
+    assert len(found) == len(wanted) == V and found.eos_token == wanted.eos_token
+    assert found.chat_template == TEMPLATE
+    assert not any(str(tmp_path) in file.read_text() for file in folder.glob("*.json"))
+
+
 @pytest.mark.parametrize("head", [False, True])
 def test_it_is_what_transformers_reads(cache, tmp_path, head, caplog):
     file = write(tmp_path / "small.gguf", head=head)

@@ -239,6 +239,8 @@ METHODS = [
      "compressed-tensors with 4 bits"),
     ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
      r"compressed-tensors \(sparse-24-bitmask\)"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
+     r"compressed-tensors \(transforms"),
 ]  # fmt: skip
 
 

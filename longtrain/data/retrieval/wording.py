@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 
 KEY = "retrieval_wording"
 """Key of `tokenizer_config.json`."""
@@ -169,8 +169,6 @@ def wording_of(tokenizer: Any) -> Wording:
     """
     name = getattr(tokenizer, "init_kwargs", {}).get(KEY, RULER.name)
     if name not in WORDINGS:
-        raise ConfigError(
-            f"the target's tokenizer_config.json has {KEY}={name!r}; allowed: {', '.join(WORDINGS)}, or no "
-            "such key: RULER's words"
-        )
+        said = f"the target's tokenizer_config.json has {KEY}={name!r}"
+        raise refusal(ConfigError, said, f"{', '.join(WORDINGS)}, or no such key: RULER's words")
     return WORDINGS[name]

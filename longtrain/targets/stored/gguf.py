@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,8 +119,11 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         reader = GGUFReader(file)
         quantisation = _quantisation(reader)
         _refuse_parts(reader, file)
-        config = _config(reader, file)
-        model, tokenizer = _load(file, config)
+        with TemporaryDirectory() as empty:
+            alone = Path(empty) / file.name  # the reader would take tokenizer files that lie beside it
+            alone.symlink_to(file.absolute())
+            config = _config(reader, alone, file)
+            model, tokenizer = _load(alone, config, file)
         _refuse_left_out(reader, model, file)
     except LongtrainError:
         raise
@@ -153,15 +157,20 @@ def _write(file: Path, digest: str, folder: Path) -> None:
     write_files(folder, files)
 
 
-def _load(file: Path, config: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in fp32 and tokenizer, as transformers reads them.
+
+    Args:
+        alone: the file, in a folder of its own.
+        config: of the model.
+        file: for messages.
 
     Raises:
         ArtifactError: weights of the model are not in the file.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **where, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -172,8 +181,13 @@ def _load(file: Path, config: Any) -> tuple[PreTrainedModel, PreTrainedTokenizer
     return model, AutoTokenizer.from_pretrained(**where)
 
 
-def _config(reader: GGUFReader, file: Path) -> Any:
+def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
     """The model's config, with what transformers' reader leaves out of the file's own words.
+
+    Args:
+        reader: of the file.
+        alone: the file, in a folder of its own.
+        file: for messages.
 
     Raises:
         ArtifactError: rotary settings that are not known.
@@ -181,7 +195,7 @@ def _config(reader: GGUFReader, file: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    config = AutoConfig.from_pretrained(str(alone.parent), gguf_file=alone.name)
     arch = _value(reader, "general.architecture")
     config.rms_norm_eps = float(str(np.float32(getattr(config, "rms_norm_eps", 1e-6))))  # stored in fp32
     if head_dim := _value(reader, f"{arch}.attention.key_length"):

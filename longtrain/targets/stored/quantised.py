@@ -193,6 +193,8 @@ def _not_read(values: Mapping[str, Any]) -> str:
     sparsity = (values.get("sparsity_config") or {}).get("format") or "dense"
     if sparsity != "dense":
         return f"compressed-tensors ({sparsity})"
+    if (values.get("transform_config") or {}).get("config_groups"):
+        return "compressed-tensors (transforms of weights and activations)"
     for bits in ((group.get("weights") or {}).get("num_bits", 8) for group in groups):
         if bits != 8:
             return f"compressed-tensors with {bits} bits"
