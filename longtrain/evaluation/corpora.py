@@ -240,6 +240,12 @@ def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> lis
     return documents
 
 
+def has_held_out(data: Prepared, kinds: Sequence[str] = ()) -> bool:
+    """True if prepared data holds out a document, or one of these kinds."""
+    have = {data.kinds[number] for number in data.kind[np.asarray(data.val, dtype=bool)]}
+    return bool(have & {*kinds} if kinds else have)
+
+
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens of a text, without special ones."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -289,7 +289,8 @@ def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) ->
 
 def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
     """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
-    for manifest in map(read_manifest, sorted((home / "data").glob(f"{data.get('name')}-*"))):
+    made = sorted((home / "data").glob(f"{data.get('name')}-*/manifest.json"))
+    for manifest in (read_manifest(file.parent) for file in made):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
             items = manifest.get("sources") or []
             texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]

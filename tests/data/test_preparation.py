@@ -394,6 +394,20 @@ def test_a_small_corpus_still_holds_one_document_out(tokenizer, texts, tmp_path)
     assert run(config({"text": str(texts)}, val_fraction=0.0001), tokenizer, tmp_path).val.sum() == 1
 
 
+def test_every_kind_holds_a_document_out(tokenizer, texts, tmp_path):
+    """A few novels beside many answers: without one of them `eval` would find no novel after the training."""
+    few = tmp_path / "few"
+    few.mkdir()
+    for name in ("a", "b", "c"):
+        (few / f"{name}.txt").write_text(f"Novel {name}. " * 9)
+    made = config({"text": str(texts)}, {"text": str(few), "kind": "book"}, val_fraction=0.3, seed=3)
+    data = run(made, tokenizer, tmp_path)
+    kinds = [data.kinds[number] for number in data.kind[np.asarray(data.val, bool)]]
+    assert kinds.count("book") == 1 and kinds.count("text") >= 1
+    alone = run(config({"text": str(texts / "t0.txt")}, val_fraction=0.0001), tokenizer, tmp_path)
+    assert not alone.val.any(), "the only document is trained on"
+
+
 def test_a_source_can_be_the_held_out_one(tokenizer, texts, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("Held out on purpose.")

@@ -14,6 +14,7 @@ from longtrain.evaluation.corpora import (
     HeldOutText,
     documents_from_files,
     documents_from_prepared,
+    has_held_out,
     prefix_of,
     read_texts,
 )
@@ -151,6 +152,7 @@ def test_prepared_data_gives_its_held_out_documents(tmp_path):
     assert documents_from_prepared(data, kinds=["code"])[0].ids_T.tolist() == [ord("c")] * 9
     with pytest.raises(DataError, match="kinds: book, code"):
         documents_from_prepared(data, kinds=["chat"])
+    assert has_held_out(data) and has_held_out(data, ["code", "chat"]) and not has_held_out(data, ["chat"])
 
 
 def test_held_out_files_may_be_packed(tmp_path):

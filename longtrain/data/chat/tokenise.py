@@ -72,7 +72,7 @@ class Tokenise:
     answers: Answers
     known_ids: int
     counts: Counter[str] = field(default_factory=Counter)
-    nearest_val: tuple[int, int] | None = None
+    nearest_val: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     texts: dict[str, list[np.ndarray]] | None = None
     errors: list[DataError] = field(default_factory=list)
 
@@ -109,10 +109,26 @@ class Tokenise:
             stream = self._follow(self._synthetic(source), source)
             for items in _groups(stream, BATCH_DOCUMENTS):
                 self._add(writer, index, self._with_answers(items, source))
-        if self.nearest_val is not None and not any(writer.val) and len(writer.val) > 1:
-            writer.val[self.nearest_val[1]] = True
+        self._hold_out_some(writer)
         if all(writer.val):
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
+
+    def _hold_out_some(self, writer: PreparedWriter) -> None:
+        """Hold out one document of each kind of which the draw took none, so that `eval` finds text of it."""
+        for kind, (_, nearest) in self.nearest_val.items():
+            same = [n for n, number in enumerate(writer.kinds) if writer.kind_names[number] == kind]
+            if len(same) > len(nearest) and not any(writer.val[n] for n in same):
+                for n in nearest:
+                    writer.val[n] = True
+
+    def _remember(self, kind: str, place: int, number: int) -> None:
+        """Keep the documents of a kind that came nearest to being held out: one, or all of its group."""
+        least, numbers = self.nearest_val.get(kind, (place, []))
+        if place < least:
+            least, numbers = place, []
+        if place == least:
+            numbers.append(number)
+        self.nearest_val[kind] = (least, numbers)
 
     def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Have the target write the answers that are missing; where `answers` is of a part, that part's."""
@@ -167,8 +183,7 @@ class Tokenise:
             if val is None and self.config.val_fraction:
                 place = self._place(document, source)
                 val = place < self.config.val_fraction * 2**64
-                if self.nearest_val is None or place < self.nearest_val[0]:
-                    self.nearest_val = (place, len(writer.starts))
+                self._remember(document.kind, place, len(writer.starts))
             self.counts["kept"] += 1
             writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
 

@@ -25,6 +25,7 @@ from longtrain.evaluation.corpora import (
     HeldOutText,
     documents_from_files,
     documents_from_prepared,
+    has_held_out,
     prefix_of,
     read_texts,
 )
@@ -173,9 +174,12 @@ def held_out(
             raise ConfigError("suite.text=data needs data=NAME, or pass a file, a folder or bundled")
         folder = Path(home) / "data" / f"{data}-{tokenizer_hash(tokenizer)[:8]}"
         manifest = read_manifest(folder) if data is not None else None
-        if where == "data" or (manifest is not None and manifest["counts"]["val_documents"]):
-            log.info("text=%s (held-out documents)", folder)
-            return documents_from_prepared(Prepared.open(folder), kinds=kinds)
+        if where == "data" or manifest is not None:
+            held_out = Prepared.open(folder)
+            if where == "data" or has_held_out(held_out, kinds):
+                log.info("text=%s (held-out documents)", folder)
+                return documents_from_prepared(held_out, kinds=kinds)
+            log.warning("no held-out documents of kinds=%s in %s; the text that ships is used", kinds, folder)
     bundled = where in (None, "bundled")
     path = asset_dir("bundled") / HELD_OUT if bundled else Path(str(where))
     log.info("text=%s", path)
