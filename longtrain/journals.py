@@ -145,6 +145,8 @@ def _values(line: bytes) -> tuple[dict[str, Any], bool]:
     values = parse_json(body)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
+    if found is None and "sha256" in values:
+        raise ValueError("its checksum is not where it was written, so it was changed since")
     return values, found is not None
 
 

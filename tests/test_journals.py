@@ -41,6 +41,14 @@ def test_an_edited_line_is_refused_with_its_number(path, old, new):
         lines_of(path)
 
 
+def test_lines_that_another_program_wrote_again_are_refused(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]  # as jq -c does
+    path.write_text("".join(again))
+    with pytest.raises(DataError, match="line 1 cannot be read: its checksum is not where it was written"):
+        lines_of(path)
+
+
 def test_no_bit_that_flips_changes_a_value_that_is_read(path):
     whole, coins = path.read_bytes(), random.Random(0)
     refused = 0
