@@ -22,6 +22,9 @@ LONGEST_LINE = 2**30
 _CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{16})"\}$')
 """The end of a line: the first 16 hex digits of the sha256 of the line without this key."""
 
+_SUMMED = "checksums"
+"""A key of the first line of a file whose lines have checksums, so that one without them all is not old."""
+
 _old: set[Path] = set()
 """Journals without checksums that a warning was written for."""
 
@@ -71,7 +74,7 @@ class Journal:
         """
         end = self._stream.seek(0, os.SEEK_END)
         try:
-            rest = with_checksum(values)
+            rest = with_checksum({**values, _SUMMED: True} if end == 0 else values)
             while rest:
                 rest = rest[self._stream.write(rest) :]
             os.fsync(self._stream.fileno())
@@ -94,7 +97,8 @@ def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[i
     """The lines of a journal; the part of one that a kill left at the end is not among them.
 
     Lines that an earlier longtrain wrote have no checksum. They are taken with a warning, where no line in
-    front of them has one: hours of work are in them, and nothing shows that they are damaged.
+    front of them has one and the first does not say that they have: hours of work are in them, and nothing
+    shows that they are damaged.
 
     Args:
         path: of the file.
@@ -114,6 +118,7 @@ def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[i
             while (line := stream.readline(LONGEST_LINE)).endswith(b"\n"):
                 number += 1
                 values, has_sum = _values(line[:-1])
+                summed = values.pop(_SUMMED, False) is True or summed
                 if summed and not has_sum:
                     raise ValueError("its checksum is missing")
                 if not has_sum and path not in _old:
@@ -145,6 +150,8 @@ def _values(line: bytes) -> tuple[dict[str, Any], bool]:
     values = parse_json(body)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
+    if found is None and "sha256" in values:
+        raise ValueError("its checksum is not where it was written, so it was changed since")
     return values, found is not None
 
 

@@ -28,7 +28,7 @@ def path(tmp_path):
 def test_what_is_written_is_read_and_is_still_json(path):
     assert lines_of(path) == LINES and lines_of(path, start=2) == LINES[2:]
     assert [{**json.loads(line), "sha256": None} for line in path.read_text().splitlines()] == [
-        {**values, "sha256": None} for values in LINES
+        {**values, "sha256": None, **({"checksums": True} if values is LINES[0] else {})} for values in LINES
     ]
 
 
@@ -38,6 +38,23 @@ def test_an_edited_line_is_refused_with_its_number(path, old, new):
     path.write_text(text.replace(old, new))
     number = 1 + next(i for i, line in enumerate(text.splitlines()) if old in line)
     with pytest.raises(DataError, match=rf"j\.jsonl line {number} cannot be read: .*checksum.*; remove it"):
+        lines_of(path)
+
+
+def test_lines_that_another_program_wrote_again_are_refused(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]  # as jq -c does
+    path.write_text("".join(again))
+    with pytest.raises(DataError, match="line 1 cannot be read: its checksum is not where it was written"):
+        lines_of(path)
+
+
+def test_lines_whose_checksums_were_all_taken_out_are_not_those_of_before_there_were_any(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["sha256"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match="line 1 cannot be read: its checksum is missing"):
         lines_of(path)
 
 
@@ -52,8 +69,7 @@ def test_no_bit_that_flips_changes_a_value_that_is_read(path):
         except DataError:
             refused += 1
             continue
-        # The last line without its end reads as one that a kill cut short, and the first line without its
-        # checksum as one of an earlier longtrain.
+        # The last line without its end reads as one that a kill cut short.
         kept = [{key: line[key] for key in own} for own, line in zip(LINES, found, strict=False)]
         assert kept == LINES[: len(found)] and len(found) >= 2
     assert refused > 300

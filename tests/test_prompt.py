@@ -495,3 +495,14 @@ def test_method_keys_beside_an_artifact_are_its_own(
     assert "and artifact tiny_longspec was exported with" in run("generate", *shipped).stderr
     (folder / "longtrain.json").write_text("[" * 100_000)  # whoever loads it says so
     assert run("generate", *words, "method.window=32").returncode == 0
+
+
+@pytest.mark.parametrize(("name", "says"), [("a/b", "is a place in the artifact"), ("c", "is a file")])
+def test_a_place_where_nothing_can_be_exported_is_told_before_training(
+    name: str, says: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "checkpoints/a").mkdir(parents=True)
+    (tmp_path / "checkpoints/a/longtrain.json").write_text("{}")
+    (tmp_path / "checkpoints/c").write_text("")
+    done = run("train,export", "+recipe=longspec_tiny", f"name={name}", f"home={tmp_path}", "dry_run=true")
+    assert done.returncode == 1 and says in done.stderr

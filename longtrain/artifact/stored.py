@@ -21,7 +21,7 @@ from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
-from longtrain.files import impossible_number, read_bytes, read_json
+from longtrain.files import impossible_number, json_sha256, read_bytes, read_json
 from longtrain.folders import FolderKind
 from longtrain.settings import from_file
 
@@ -70,7 +70,7 @@ def sealed(values: Mapping[str, Any]) -> bytes:
     """A JSON file that holds the checksum of its own content."""
     content = json.loads(json.dumps(values, default=str))
     content.pop(CHECKSUM, None)
-    return (json.dumps({**content, CHECKSUM: _checksum(content)}, indent=2) + "\n").encode()
+    return (json.dumps({**content, CHECKSUM: json_sha256(content)}, indent=2) + "\n").encode()
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -83,13 +83,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict) or CHECKSUM not in content:
         raise ValueError("it has no checksum of its own content")
-    if content.pop(CHECKSUM) != _checksum(content):
+    if content.pop(CHECKSUM) != json_sha256(content):
         raise ValueError("it was changed since it was written (the checksum of its content differs)")
     return content
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -297,11 +297,23 @@ def _listed(cfg: DictConfig) -> None:
     leaderboard.check(cfg)
 
 
+def _apart(cfg: DictConfig) -> None:
+    """An artifact goes beside others and not into one, which could not be exported again then."""
+    own, base = _own(cfg), (Path(cfg.home) / "checkpoints").absolute()
+    for folder in own.parents:
+        if folder == base:
+            break
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(f"name={cfg.name} is a place in the artifact {folder}; choose another name")
+    if own.exists() and not own.is_dir():
+        raise ConfigError(f"name={cfg.name}: {own} is a file; move it, or choose another name")
+
+
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "preflight": (_trained, _training, _begins, _data, word_checks.staged),
     "train": (_trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
-    "export": (_method, word_checks.exported),
+    "export": (_method, word_checks.exported, _apart),
     "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
     "generate": (_prompt, _method, _decode),
     "serve": (_method, _decode),

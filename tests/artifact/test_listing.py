@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from longtrain.files import json_sha256
+
 WEIGHTS = b"weights"
 SUM = hashlib.sha256(WEIGHTS).hexdigest()
 FULL = {
@@ -57,7 +59,7 @@ def home(tmp_path: Path) -> Path:
             "export": {"time_utc": "2026-01-02T04:04:05+00:00"},
         },
     }
-    write(made / "longtrain.json", manifest)
+    write(made / "longtrain.json", {**manifest, "sha256": json_sha256(manifest)})
     (made / "model.safetensors").write_bytes(WEIGHTS)
     return tmp_path
 
@@ -89,6 +91,12 @@ def test_what_is_damaged_or_unfinished_is_told_in_its_line(home: Path, run) -> N
         and "NO: results.json cannot be read" in done.stdout
     )
     assert "not finished; the same command goes on" in done.stdout
+
+
+def test_an_edited_manifest_is_told(home: Path, run) -> None:
+    file = home / "checkpoints/one/longtrain.json"
+    write(file, {**json.loads(file.read_text()), "method": "specontext"})
+    assert "NO: longtrain.json was changed" in run("list").stdout
 
 
 def test_nothing_yet_is_said_with_a_first_command(run) -> None:

@@ -99,4 +99,4 @@ def test_the_file_is_plain_json_lines(tmp_path):
     answers = Answers(path, {})
     list(respond([[1]], double, answers))
     line = json.loads(path.read_text())
-    assert line == {"key": answers.key([1]), "ids": [2], "sha256": line["sha256"]}
+    assert line == {"key": answers.key([1]), "ids": [2], "checksums": True, "sha256": line["sha256"]}

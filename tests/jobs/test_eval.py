@@ -94,6 +94,13 @@ def test_the_card_of_an_artifact_has_what_was_measured(run, artifact, tmp_path, 
     assert Artifact.load(artifact).method == "longspec"
 
 
+def test_the_card_behind_a_link_is_written_anew_too(run, artifact, tmp_path):
+    artifact.rename(tmp_path / "big")
+    artifact.symlink_to(tmp_path / "big")
+    run()
+    assert artifact.is_symlink() and "was not evaluated" not in (tmp_path / "big" / "README.md").read_text()
+
+
 def test_without_plain_decoding_only_drafts_run(run, results):
     run("suite.baseline=false", "suite.speed_prompts=0")
     (draft,) = results()["systems"]

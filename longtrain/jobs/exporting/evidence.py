@@ -65,10 +65,10 @@ def refresh(home: Path, run_dir: Path, artifacts: Iterable[Artifact]) -> None:
         run_dir: the run's folder.
         artifacts: which the run used.
     """
-    own = (home / "checkpoints").resolve()
+    own = home / "checkpoints"
     for artifact in artifacts:
         folder = artifact.folder
-        if folder is None or own not in folder.resolve().parents or not (folder / MANIFEST).is_file():
+        if folder is None or not _below(folder, own) or not (folder / MANIFEST).is_file():
             continue  # one that ships with longtrain, is of the Hub, or of another tool
         try:
             known, (found, pictures) = Evidence.of_folder(folder), gather(run_dir, artifact.checksum())
@@ -80,6 +80,11 @@ def refresh(home: Path, run_dir: Path, artifacts: Iterable[Artifact]) -> None:
             log.info("card=%s results=%d", folder / CARD, len(kept) + len(found.results))
         except (OSError, LongtrainError) as error:
             log.warning("the card of artifact %s was not written anew: %s", folder, error)
+
+
+def _below(folder: Path, own: Path) -> bool:
+    """Whether a folder is below another, a link there to a place elsewhere included."""
+    return own.absolute() in folder.absolute().parents or own.resolve() in folder.resolve().parents
 
 
 def _used(results: dict[str, Any], weights: str) -> bool:

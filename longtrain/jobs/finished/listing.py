@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from longtrain import tables
 from longtrain.assets import MANIFEST
-from longtrain.files import read_json
+from longtrain.files import json_sha256, read_json
 
 Row = list[str]
 HEADER = ("name", "method", "target", "when", "verified", "main figure")
@@ -77,6 +77,9 @@ def _verified(folder: Path, files: dict[str, str], manifest: dict[str, Any]) -> 
     """Whether the files are those that the manifest was written for; no golden output is asked again."""
     if faults := (manifest.get("verification") or {}).get("faults"):
         return f"NO: {faults[0]}"
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    if manifest.get("sha256") != json_sha256(content):
+        return f"NO: {MANIFEST} was changed"
     for name, wanted in files.items():
         path = folder / name
         if not path.is_file():
