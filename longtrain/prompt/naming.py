@@ -5,13 +5,13 @@ A run is called by its recipe, else by what it runs; the runs of a sweep have th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longtrain.files import read_json
 from longtrain.jobs.setup import artifact_names
 from longtrain.tables import DASH, number, show
 
@@ -128,10 +128,10 @@ def _figures(run_dir: Path) -> dict[str, Any]:
     """The main figures that training and evaluations left in a run's folder."""
     found: dict[str, Any] = {}
     if (file := run_dir / "train" / "summary.json").is_file():
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = read_json(file)
         found = {"loss": summary["final_loss"], "val loss": summary["final"].get("val/loss")}
     for file in sorted((run_dir / "eval").glob("*/results.json")):
-        for system in json.loads(file.read_text(encoding="utf-8"))["systems"]:
+        for system in read_json(file)["systems"]:
             found[f"{file.parent.name} {system['name']}"] = system["average"]["value"]
             if system["acceptance"]:
                 found[f"τ {system['name']}"] = system["acceptance"]["tau"]["value"]

@@ -111,10 +111,31 @@ def test_old_files_of_torch_load_and_run_no_code(write):
     with pytest.raises(ArtifactError, match=r"pytorch_model\.bin is damaged"):
         load_target(folder)
     assert not (folder / "written").exists()
-    for content, message in (([torch.ones(1)], "holds a list"), ({"epoch": 3}, "holds a int under epoch")):
+    for content, message in (
+        ([torch.ones(1)], "holds a list"),
+        ({"epoch": 3}, "holds 'epoch'"),
+    ):
         torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
         with pytest.raises(ArtifactError, match=message):
             load_target(folder)
+
+
+def test_a_changed_byte_of_a_bin_file_is_refused(write):
+    """Torch reads such a file without a word; its archive's CRC says that the weights are others."""
+    folder = write(file="model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save(tensors, file)
+    same_logits(folder)
+    content = bytearray(file.read_bytes())
+    name, weight = next((name, one) for name, one in tensors.items() if one.numel() > 64)
+    at = content.find(weight.contiguous().numpy().tobytes()[:64])
+    assert at > 0, name
+    content[at + 8] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"pytorch_model\.bin is damaged"):
+        load_target(folder)
 
 
 def test_two_bin_files_that_are_compared_are_each_opened_once(write, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError
 from longtrain.files import read_json
+from longtrain.pickled import read_pickled_tensors
 
 INT8_FILE = "weights.int8.safetensors"
 """Rows stored as int8 with one scale each (`name` and `name.scale`); int8 * scale in bf16 is the weight."""
@@ -111,20 +110,9 @@ class StoredTensors:
 def _unpickled(file: Path) -> dict[str, Tensor]:
     """What `torch.save` wrote, in either of its formats; nothing but tensors is accepted."""
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        return read_pickled_tensors(file, mmap=True)
+    except (OSError, ValueError) as error:
         raise _damaged(file, error) from error
-    if not isinstance(state, dict):
-        raise ArtifactError(
-            f"{file} holds a {type(state).__name__}, not tensors by name; get the folder again"
-        )
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ArtifactError(
-                f"{file} holds a {type(value).__name__} under {name}; expected tensors only, as "
-                "model.save_pretrained writes them"
-            )
-    return state
 
 
 def _damaged(file: Path, error: Exception) -> ArtifactError:
