@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -87,9 +86,8 @@ def _unless(left: Event, work: Callable[[Event], Result]) -> Result:
     return work(left)
 
 
-@dataclass(frozen=True)
 class Worker:
-    """Answers requests with one system.
+    """Answers requests with one system; its engine stays, and with it the CUDA graphs.
 
     Args:
         target: the frozen model.
@@ -97,14 +95,9 @@ class Worker:
         shape: what is drafted; None without a draft.
     """
 
-    target: Target
-    parts: Parts
-    shape: TreeShape | ShapeChoice | None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "engine", Engine(self.target, self.parts))  # keeps its CUDA graphs
-
-    engine: Engine = None  # type: ignore[assignment]
+    def __init__(self, target: Target, parts: Parts, shape: TreeShape | ShapeChoice | None) -> None:
+        self.target, self.parts, self.shape = target, parts, shape
+        self.engine = Engine(target, parts)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], left: Event, send: Callable[[str], None] | None, **asked: Any
