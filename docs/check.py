@@ -18,6 +18,7 @@ import json
 import pkgutil
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -75,7 +76,7 @@ def generated(kind: str, name: str) -> str:
         rows = [(key, default, said.replace("|", "\\|")) for key, default, said in method_settings(name)]
         lines = [f"| `method.{key}` | `{default}` | {said} |" for key, default, said in rows]
         return "\n".join(["| key | default | what it does |", "|---|---|---|", *lines])
-    (node,) = ast.parse(inspect.cleandoc(inspect.getsource(pkgutil.resolve_name(name)))).body
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(pkgutil.resolve_name(name)))).body
     assert isinstance(node, ast.FunctionDef) and node.returns
     between = ast.unparse(node.args).removeprefix("self, ").removeprefix("cls, ")
     lines = re.split(r", (?=\*|\w+(?::|=))", between) if len(between) > 80 else [between]
