@@ -51,23 +51,23 @@ def wrong_numbers(text: str) -> Iterator[str]:
     """Yield referenced numbers that differ from their JSON or are not in the text above the reference."""
     end, typed = 0, Counter[str]()
     for match in REFERENCE.finditer(text):
-        if between := text[end : match.start()].strip():
+        if between := text[end : match.start()].strip():  # several references can share the text above them
             typed = Counter(re.findall(r"\d[\d,]*(?:\.\d+)?", between))
         end = match.end()
         for line in match[2].splitlines():
-            shown, _, place = line.partition(" = ")
-            sign, number, unit = re.fullmatch(r"(-?)([\d.,]*\d)(.*)", shown).groups()  # type: ignore[union-attr]
             try:
+                shown, place = line.split(" = ", 1)
+                number, unit = re.fullmatch(r"(-?[\d,]*\.?\d+)(.*)", shown).groups()  # type: ignore[union-attr]
                 value = at(json.loads((ROOT / match[1]).read_text(encoding="utf-8")), place) * UNITS[unit]
-            except (KeyError, IndexError, ValueError, TypeError, OSError) as error:
-                yield f"{match[1]}: {place}: {error!r}"
+            except (AttributeError, LookupError, ValueError, TypeError, OSError) as error:
+                yield f"{match[1]}: {line}: {error!r}"
                 continue
-            error = abs(value - float(sign + number.replace(",", "")))
-            if error > 0.5000001 * 10.0 ** -len(number.partition(".")[2]):
+            rounding = 0.5000001 * 10.0 ** -len(number.partition(".")[2])
+            if abs(value - float(number.replace(",", ""))) > rounding:
                 yield f"{shown} is {value} in {match[1]}: {place}"
-            typed[number] -= 1
-            if typed[number] < 0:
-                yield f"{number} ({place}) is not in the text above its reference"
+            typed[number.lstrip("-")] -= 1
+            if typed[number.lstrip("-")] < 0:
+                yield f"{shown} ({place}) is not in the text above its reference"
 
 
 def generated(kind: str, name: str) -> str:
@@ -103,6 +103,8 @@ def wrong(page: Path) -> Iterator[str]:
     """Yield what a page states that is not so."""
     text = page.read_text(encoding="utf-8")
     yield from wrong_numbers(text)
+    if len(re.findall("<!--", text)) != len(REFERENCE.findall(text)) + len(GENERATED.findall(text)):
+        yield "a comment is no reference, settings or signature as docs/check.py reads them"
     for _, kind, name, shown in GENERATED.findall(text):
         if shown != generated(kind, name):
             yield f"the {kind} of {name} have changed: python docs/check.py --write"

@@ -33,6 +33,8 @@ def test_pages_are_plain_markdown() -> None:
         ("2.78", PLACE, ["2.78 is 2.7"]),
         ("2.79", "lengths[length=5].tau", ["ValueError"]),
         ("2.79", "lengths[0].none", ["KeyError('none')"]),
+        ("2.79 apples", PLACE, ["KeyError(' apples')"]),
+        ("two", PLACE, ["AttributeError"]),
     ],
 )
 def test_numbers_are_those_of_their_file(shown: str, place: str, found: list[str]) -> None:
@@ -55,6 +57,10 @@ def test_generated_parts_and_messages_are_compared(tmp_path: Path) -> None:
     page.write_text(f"<!-- settings: longspec -->\n{table}\n\nText.\n")
     errors.write_text("| `no method is chosen (method=null)` | why | what to do |\n")
     assert [*check.wrong(page), *check.wrong(errors)] == []
+    page.write_text("<!-- recipe/results/x.json\n1 = a\n-->\n")
+    assert list(check.wrong(page)) == [
+        "a comment is no reference, settings or signature as docs/check.py reads them"
+    ]
     page.write_text(f"<!-- settings: longspec -->\n{table.replace('512', '513')}\n")
     errors.write_text("| `no such message` | why | what to do |\n")
     assert [*check.wrong(page), *check.wrong(errors)] == [
