@@ -361,6 +361,12 @@ class DraftView(KVCache):
             )
 
 
+class UpperHalfCache(HierarchicalCache):
+    """A hierarchical cache whose target reads quantised tokens at 4 bits, as its draft does."""
+
+    bits = 4
+
+
 def _blocks(n_B: Tensor) -> Tensor:
     """Blocks of a prompt that are quantised: all but the last full one and what follows it."""
     return (n_B // BLOCK - 1).clamp(min=0)
