@@ -48,7 +48,7 @@ def loaded(words: list[str], *names: str, cwd: Path) -> str:
 
 def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
     text = job_help("train", ["method=longspec", "optim=muon", "data=text"])
-    assert "\n  window: 512  # previous tokens" in text and "views: [full]" in text
+    assert "\n  window: 512  # previous tokens" in text
     assert "== optim=muon" in text and "\n  lr: " in text and "  momentum: 0.95" in text
     assert "== data=text" in text and "== decode=chain" not in text and "  max_steps: null " in text
     assert "== decode=chain" in job_help("eval")

@@ -56,7 +56,6 @@ def test_every_method_has_a_page_with_its_settings() -> None:
 def test_settings_have_defaults_as_typed_and_whole_comments() -> None:
     table = knobs.table("longspec")
     assert "| `method.window`{.key} | `512` |" in table
-    assert "| `method.views`{.key} | `[full]` |" in table
     assert "4: a copy in 4 bits, read in a third of the time; 0: the copy for" in table
     assert "| `method.variant`{.key} | `shifted` |" in knobs.table("specontext")
 

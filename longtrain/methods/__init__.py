@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
 
 
+GONE = frozenset({"views"})
+"""Settings of earlier versions that training alone read; where they are stored they are passed over."""
+
+
 def names() -> tuple[str, ...]:
     """Every method there is: the folders with a `config.py` in any place of this package's path.
 
