@@ -142,8 +142,6 @@ def test_all_jobs_are_checked_before_the_first_begins(
         ["train", "method=longspec", "target=tiny", "data=text"],
         ["train", "method=longspec", "target=tiny", "data=text", "data.text=nothing"],
         ["inspect", "nothing"],
-        ["leaderboard"],
-        ["leaderboard", "nothing"],
         ["demo", "prompt_file=nothing"],
         ["train", "method=longspec", "target=tiny", "data=text", "data.text=/dev/null"],
         ["generate", "target=tiny", "prompt_file=/dev/null"],

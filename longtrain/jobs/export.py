@@ -242,7 +242,7 @@ def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
     Raises:
         ArtifactError: a field is unknown, or has a value that is not allowed.
     """
-    values = {key: value for key, value in values.items() if key not in {"name", *methods.GONE}}
+    values = methods.without_gone({key: value for key, value in values.items() if key != "name"})
     unknown = sorted({*values} - {field.name for field in dataclasses.fields(spec.config)})
     if unknown:
         raise ArtifactError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 GONE = frozenset({"views"})
-"""Settings of earlier versions that training alone read; where they are stored they are passed over."""
+"""Settings of earlier versions that training alone read."""
 
 
 def names() -> tuple[str, ...]:
@@ -24,6 +25,15 @@ def names() -> tuple[str, ...]:
     """
     files = (file for place in __path__ for file in Path(place).glob("*/config.py"))
     return tuple(sorted({file.parent.name for file in files}))
+
+
+def without_gone(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings as an artifact or a run stored them, without those that are gone."""
+    return {
+        key: without_gone(value) if isinstance(value, Mapping) else value
+        for key, value in stored.items()
+        if key not in GONE
+    }
 
 
 def config_class(name: str) -> type:
