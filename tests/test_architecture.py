@@ -57,7 +57,6 @@ FENCES = {
         "data",
         "methods/lookaheadkv/press.py",
     ),
-    "openai": ("evaluation/judge/client.py",),
     "lm_eval": ("evaluation/lm_harness.py",),
     "starlette": ("jobs/serving/api.py", "jobs/serving/serve.py"),
     "uvicorn": ("jobs/serving/serve.py",),

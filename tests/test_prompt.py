@@ -48,7 +48,7 @@ def loaded(words: list[str], *names: str, cwd: Path) -> str:
 
 def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
     text = job_help("train", ["method=longspec", "optim=muon", "data=text"])
-    assert "\n  window: 512  # previous tokens" in text and "views: [full]" in text
+    assert "\n  window: 512  # previous tokens" in text
     assert "== optim=muon" in text and "\n  lr: " in text and "  momentum: 0.95" in text
     assert "== data=text" in text and "== decode=chain" not in text and "  max_steps: null " in text
     assert "== decode=chain" in job_help("eval")
@@ -142,8 +142,6 @@ def test_all_jobs_are_checked_before_the_first_begins(
         ["train", "method=longspec", "target=tiny", "data=text"],
         ["train", "method=longspec", "target=tiny", "data=text", "data.text=nothing"],
         ["inspect", "nothing"],
-        ["leaderboard"],
-        ["leaderboard", "nothing"],
         ["demo", "prompt_file=nothing"],
         ["train", "method=longspec", "target=tiny", "data=text", "data.text=/dev/null"],
         ["generate", "target=tiny", "prompt_file=/dev/null"],

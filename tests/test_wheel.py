@@ -63,8 +63,6 @@ def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> N
         "_assets/conf/base.yaml",
         "_assets/conf/target/templates/vicuna.jinja",
         "_assets/recipes/quickstart.yaml",
-        "_assets/bundled/judge/mt_bench.jsonl",
-        "_assets/bundled/judge/longbench_write.txt",
         "_assets/bundled/benchmarks/ruler.json",
         "evaluation/reporting/web/page.html",
     ):

@@ -215,7 +215,7 @@ class Artifact:
             ArtifactError: a value that the method does not know.
         """
         try:
-            return read(methods.config_class(self.method), self.config, "method")
+            return read(methods.config_class(self.method), methods.without_gone(self.config), "method")
         except ConfigError as error:
             raise ArtifactError(
                 f"artifact's configuration is wrong for method {self.method}: {error}; a newer longtrain may "

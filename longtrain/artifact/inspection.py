@@ -170,14 +170,14 @@ def _another_thing(folder: Path) -> str:
     if folder.suffix == ".ckpt":
         return "is a checkpoint of a training run; export the run: longtrain export name=NAME"
     if list(folder.glob("results.json")) or (folder / "ledger").is_dir():
-        return f"holds results of an evaluation, no artifact; see them: longtrain leaderboard {folder}"
+        return f"holds results of an evaluation, no artifact; see {folder / 'table.md'}"
     if (folder / MANIFEST).is_file():
         return ""
     if (folder / "train").is_dir() or (folder / "metrics.csv").is_file():
         name = folder.parent.name if folder.name == "train" else folder.name
         return f"is a training run, no artifact; export it, longtrain export name={name}, and inspect that"
     if (folder / "eval").is_dir():
-        return f"holds results of evaluations, no artifact; see them: longtrain leaderboard {folder}"
+        return f"holds results of evaluations, no artifact; see {folder / 'eval'}/*/table.md"
     return ""
 
 

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from longtrain.errors import ConflictError
 from longtrain.kernels.fused_layer import Slots
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_bits
 
@@ -101,28 +100,6 @@ class KVCache(ABC):
     @abstractmethod
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
-
-    def old_positions(self, n: int, sequence: int) -> int:
-        """How many of a sequence's first `n` positions a step over them reads from `old_rows`.
-
-        The others, the latest, it reads as they were written.
-
-        Raises:
-            ConflictError: this cache cannot say so: what it holds changes in another way.
-        """
-        raise ConflictError(
-            f"a {type(self).__name__} cannot say which rows a step reads as written, and drafts that "
-            "read the target's keys and values are not trained on it; leave it out of method.views"
-        )
-
-    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
-        """What is left of old positions in a layer, as steps read it.
-
-        Returns: k_KD and v_KD of each sequence's KV heads; empty lists where nothing gets old. With n
-            positions committed a step reads their first `old_positions(n)` rows, or all of them where there
-            are fewer.
-        """
-        return [[] for _ in self.len_B]
 
     def rows_left(self) -> int | None:
         """Rows of each sequence that can follow the committed ones, as far as the host knows; None: any."""

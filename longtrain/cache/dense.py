@@ -167,10 +167,6 @@ class DenseCache(KVCache):
         """Slots that may hold committed rows, `base` included, as far as the host knows."""
         return self.base + self._high
 
-    def old_positions(self, n: int, sequence: int) -> int:
-        """See `KVCache`: none."""
-        return 0
-
     def rows_left(self) -> int:
         """See `KVCache`."""
         return self.capacity - self._high

@@ -99,21 +99,6 @@ class EvictedCache(KVCache):
         self.tail.commit(path_BP, n_B)
         self.len_B = self._start_B + self.tail.len_B
 
-    def old_positions(self, n: int, sequence: int) -> int:
-        """See `KVCache`: those of the prompt, whose kept rows are there."""
-        return self.lengths[sequence]
-
-    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
-        """See `KVCache`: the kept rows."""
-        heads = self.n_LBG.shape[2]
-        if self.prefixes is None:
-            k, v = (x[layer, :, :, : self.tail.base] for x in (self.tail.k_LBGSD, self.tail.v_LBGSD))
-            rows = list(zip(k.flatten(0, 1), v.flatten(0, 1), strict=True))
-        else:
-            prefix, counts = self.prefixes[layer], self.n_LBG[layer].flatten().tolist()
-            rows = list(zip(prefix.k_ND.split(counts), prefix.v_ND.split(counts), strict=True))
-        return [rows[at : at + heads] for at in range(0, len(rows), heads)]
-
     def rows_left(self) -> int | None:
         """See `KVCache`."""
         return self.tail.rows_left()

@@ -17,7 +17,6 @@ from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
 from longtrain.kernels.hierarchical.quantise import LARGEST, flush_blocks, quantise_blocks, unsound
-from longtrain.kernels.hierarchical.reference import dequantise
 
 _SLACK = BLOCK
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
@@ -193,15 +192,6 @@ class HierarchicalCache(KVCache):
         """Rows that the kernel takes."""
         return MAX_ROWS
 
-    def old_positions(self, n: int, sequence: int) -> int:
-        """See `KVCache`: the blocks that are quantised by then."""
-        return max(n // BLOCK - 1, 0) * BLOCK
-
-    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
-        """See `KVCache`: what the quantised blocks are read as, in the dtype of recent tokens."""
-        k_BGSD, v_BGSD = (x.to(self.ring.k.dtype) for x in dequantise(self.planes.layer(layer), self.bits))
-        return [list(zip(k_GSD, v_GSD, strict=True)) for k_GSD, v_GSD in zip(k_BGSD, v_BGSD, strict=True)]
-
     def rows_left(self) -> int:
         """See `KVCache`."""
         return self.capacity - self._high
@@ -359,6 +349,12 @@ class DraftView(KVCache):
             raise ConfigError(
                 f"{self._drafted + rows} drafted rows; a hierarchical cache takes {MAX_ROWS} a cycle"
             )
+
+
+class UpperHalfCache(HierarchicalCache):
+    """A hierarchical cache whose target reads quantised tokens at 4 bits, as its draft does."""
+
+    bits = 4
 
 
 def _blocks(n_B: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 
 from longtrain.cache.base import KVCache
 from longtrain.cache.elastic import ElasticCache, Offloading
-from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.cache.readings import EngineRounding, RoundedCache, Rounding, UpperHalfCache
+from longtrain.cache.hierarchical import HierarchicalCache, UpperHalfCache
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import Split
 from longtrain.settings import read
@@ -33,8 +32,6 @@ CACHES: dict[str, tuple[type, str]] = {
     "int8": (Halves, "the hierarchical cache as the target reads it, at 8 bits"),
     "int4": (Halves, "the hierarchical cache read at 4 bits, as its draft reads it"),
     "elastic": (Offloading, "rows in host memory, and on the device those that a selector chose"),
-    "rounded": (Rounding, "rows in full precision, rounded as a quantised cache would round them"),
-    "engine": (EngineRounding, "rows in full precision, rounded as a cache of vLLM rounds them"),
 }
 """Name -> the dataclass of its options, and what it is."""
 
@@ -74,16 +71,6 @@ def cache_maker(
     """
     options = _read(name, given)
     shape: dict[str, Any] = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, **where}
-    if isinstance(options, Rounding | EngineRounding):
-        at_once = isinstance(options, EngineRounding) and options.at_once
-        return lambda batch, max_tokens, max_nodes: RoundedCache(
-            rounding=options,
-            at_once=at_once,
-            **shape,
-            batch=batch,
-            max_tokens=max_tokens,
-            max_nodes=max_nodes,
-        )
     if isinstance(options, Offloading):
         return lambda batch, max_tokens, max_nodes: ElasticCache(
             offloading=options, **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import EvictedCache, Kept, Prefix, prefix_of
 from longtrain.kernels.attention.ragged import segments_of
@@ -52,8 +51,6 @@ class ThinningCache(EvictedCache):
         rule: scores and chooses.
         nodes: most rows of a step beyond a stride.
     """
-
-    old_positions = KVCache.old_positions  # refuses: what is kept changes while decoding
 
     def __init__(
         self,

@@ -7,13 +7,13 @@ Shapes: B batch, T tokens, E hidden dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy
 
 from longtrain.decoding.appended import given_step
 from longtrain.decoding.engine import Engine
@@ -48,18 +48,12 @@ class Nats:
         tokens: how many these are.
         kept_rows: rows of the context in the cache, mean over layers and KV heads.
         likeliest: tokens that were the most probable ones, which greedy decoding would have written.
-        agreed: tokens whose most probable one is that of the full cache; 0 where they are not compared.
-        divergence: Kullback-Leibler divergence of the full cache's law from this one, summed, in nats.
-        overlap: the chance, summed, that a token drawn from this law is accepted as a draft for that one.
     """
 
     nats: float
     tokens: int
     kept_rows: float
     likeliest: int
-    agreed: int = 0
-    divergence: float = 0.0
-    overlap: float = 0.0
 
 
 def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[TextWindow]:
@@ -99,7 +93,6 @@ def measure(
     *,
     scored: Sequence[Sequence[int]],
     rows: int = ROWS,
-    full: Sequence[Tensor] | None = None,
 ) -> list[Nats]:
     """Cost of the tokens that follow each context.
 
@@ -110,61 +103,18 @@ def measure(
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
         rows: see `foretold`.
-        full: the full cache's logits for the scored tokens of each window (`full_logits`), to be compared.
 
     Raises:
         ConfigError: a window is longer than the target's context, or an empty part.
         ConflictError: an evictor beside a cache of its own.
     """
     read = read_contexts(target, parts, contexts, scored=scored)
-    nats, divergence, overlap = ([0.0] * len(scored) for _ in range(3))
-    likeliest, agreed = ([0] * len(scored) for _ in range(2))
+    nats, likeliest = [0.0] * len(scored), [0] * len(scored)
     for row, at, logits_TV in foretold(target, read, scored, rows=rows, selector=parts.selector):
-        here = slice(at, at + len(logits_TV))
-        wanted_T = torch.tensor(scored[row][here], device=logits_TV.device)
+        wanted_T = torch.tensor(scored[row][at : at + len(logits_TV)], device=logits_TV.device)
         nats[row] += float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
-        best_T = logits_TV.argmax(-1)
-        likeliest[row] += int((best_T == wanted_T).sum())
-        if full is not None:
-            whole_TV = full[row][here]
-            agreed[row] += int((best_T == whole_TV.argmax(-1)).sum())
-            own_TV, law_TV = log_softmax(logits_TV.double(), -1), log_softmax(whole_TV.double(), -1)
-            divergence[row] += float((law_TV.exp() * (law_TV - own_TV)).sum())
-            overlap[row] += float(torch.minimum(law_TV, own_TV).exp().sum())
-    figures = (nats, map(len, scored), read.kept_rows, likeliest, agreed, divergence, overlap)
-    return [Nats(*one) for one in zip(*figures, strict=True)]
-
-
-def measure_against_full(
-    target: Target,
-    parts: Parts,
-    windows: Mapping[str, tuple[Sequence[int], Sequence[int]]],
-    known: dict[str, Tensor],
-) -> list[Nats]:
-    """As `measure`, compared with what the target says on the full cache.
-
-    Args:
-        target: the frozen model.
-        parts: see `measure`.
-        windows: name -> context and the tokens after it.
-        known: name -> the full cache's logits; what is missing is computed, all windows together.
-    """
-    contexts, scored = [one for one, _ in windows.values()], [tokens for _, tokens in windows.values()]
-    if not set(windows) <= set(known):
-        known.update(zip(windows, full_logits(target, contexts, scored=scored), strict=True))
-    return measure(target, parts, contexts, scored=scored, full=[known[name] for name in windows])
-
-
-@torch.no_grad()
-def full_logits(
-    target: Target, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
-) -> list[Tensor]:
-    """The target's logits_TV for the scored tokens of each window on the full cache, kept on the device."""
-    found: list[list[Tensor]] = [[] for _ in scored]
-    read = read_contexts(target, Parts(), contexts, scored=scored)
-    for row, _, logits_TV in foretold(target, read, scored):
-        found[row].append(logits_TV)
-    return [torch.cat(parts) for parts in found]
+        likeliest[row] += int((logits_TV.argmax(-1) == wanted_T).sum())
+    return [Nats(*one) for one in zip(nats, map(len, scored), read.kept_rows, likeliest, strict=True)]
 
 
 def read_contexts(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation.task import Example, rows_sha256
 
-PUBLISHED_TOP_K = 50
-"""Hugging Face's default, with which official programs decode that set none."""
 NAMED = 3
 """Most tasks that a note lists by name."""
 
@@ -20,18 +18,10 @@ def not_greedy(sampling: Sampling) -> list[str]:
     """The note of a run that samples; nothing for greedy decoding, whatever top_p and top_k say then."""
     if sampling.greedy:
         return []
-    parts = [f"temperature {sampling.temperature:g}", *_narrowed(sampling)]
+    parts = [f"temperature {sampling.temperature:g}"]
+    parts += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"top_k {sampling.top_k}"] if sampling.top_k else []
     return [f"sampled ({', '.join(parts)}), not greedy"]
-
-
-def narrowed(sampling: Sampling) -> list[str]:
-    """Notes of a run whose tasks have temperatures of their own: top_p and top_k that the benchmark lacks.
-
-    top_k may be off or 50: where a paper sets none, the official program decodes with the default of 50.
-    """
-    if sampling.top_k == PUBLISHED_TOP_K:
-        sampling = replace(sampling, top_k=0)
-    return [f"answers drawn with {what}, which the benchmark does not set" for what in _narrowed(sampling)]
 
 
 @dataclass(frozen=True)
@@ -91,9 +81,3 @@ def _changed(key: str, value: Any, official: Any) -> str:
         return "without chat template"
     shown = [one if isinstance(one, str) else json.dumps(one) for one in (value, official)]
     return f"suite.{key}={shown[0]} instead of {shown[1]}"
-
-
-def _narrowed(sampling: Sampling) -> list[str]:
-    """`top_p 0.95` and `top_k 20`, those that are not off."""
-    parts = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    return [*parts, f"top_k {sampling.top_k}"] if sampling.top_k else parts

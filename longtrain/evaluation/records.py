@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtrain.decoding.stats import Cycle
@@ -64,10 +64,9 @@ class Record:
         prompt_sha256: 16 hex digits of the hash of the first turn's ids.
         cut: whether the prompt's middle was left out.
         turns: the answers; empty where nothing was generated. Of several samples the first.
-        score: 0 to 1, or a judge's; None where there is none (yet). Of several samples the mean.
+        score: 0 to 1; None where there is none. Of several samples the mean.
         measures: figures of a `Measured` task, or those beside the score.
         cycles: of each turn, where a draft ran.
-        marks: what a judge said; only after marking.
         samples: the answers of further samples.
         failed: why there is no outcome (`out of memory`); empty where there is one.
     """
@@ -83,7 +82,6 @@ class Record:
     score: float | None = None
     measures: dict[str, float] | None = None
     cycles: tuple[tuple[Cycle, ...], ...] | None = None
-    marks: Json | None = None
     samples: tuple[tuple[Turn, ...], ...] = ()
     failed: str = ""
 
@@ -100,10 +98,6 @@ class Record:
     def rows(self) -> list[list[Cycle]]:
         """The cycles of each turn; empty where no draft ran."""
         return [list(turn) for turn in self.cycles or ()]
-
-    def marked(self, score: float | None, marks: Json) -> Record:
-        """The same with a judge's score and what it said."""
-        return replace(self, score=score, marks=marks)
 
     def to_json(self) -> Json:
         """Plain JSON values, token ids included; cycles as lists of numbers."""
@@ -122,8 +116,6 @@ class Record:
             values["measures"] = dict(self.measures)
         if self.cycles is not None:
             values["cycles"] = [[_numbers(cycle) for cycle in turn] for turn in self.cycles]
-        if self.marks is not None:
-            values["marks"] = self.marks
         if self.samples:
             values["samples"] = [[turn.to_json() for turn in turns] for turns in self.samples]
         if self.failed:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.task import Measured, Task
 from longtrain.systems import DRAFT, EVICTOR, SELECTOR, Builder, System
@@ -90,35 +89,6 @@ ByTask = Mapping[str, Sequence[Record]]
 """Records of one system, by task."""
 
 
-class Marker(Protocol):
-    """A judge that marks what was generated."""
-
-    def settings(self) -> Json:
-        """JSON values that marks follow from: results of two judges are not compared."""
-
-    def course(self) -> Json:
-        """How the judgements were had, for the timings: nothing that marks follow from."""
-
-    def count(self, records: Sequence[Record]) -> int:
-        """How many judgements these records take, for the progress bar."""
-
-    def mark(
-        self,
-        records: Sequence[Record],
-        suite: Suite,
-        ledger: Callable[[str, Json], Ledger],
-        advance: Advance,
-    ) -> list[Record]:
-        """The same records with scores and marks; a judgement that cannot be had leaves the score None.
-
-        Args:
-            records: of all systems.
-            suite: that they belong to.
-            ledger: (name, settings) -> where judgements are kept as they come.
-            advance: told of judgements done.
-        """
-
-
 @dataclass(frozen=True)
 class Suite:
     """What `longtrain eval suite=NAME` runs.
@@ -132,7 +102,6 @@ class Suite:
         departures: what makes a result a variant of the benchmark; see `evaluation/published.py`.
         notes: what is to be said of every result, and leaves the title as it is.
         cuts: whether the benchmark itself cuts prompts that are too long; else a cut prompt is a departure.
-        marker: marks what was generated; None where tasks score themselves.
         needs: roles that a system may bring: an evictor, a draft, a selector, or some of them.
         settings: further JSON values of the suite to be hashed.
         figures: what is reported beside the score.
@@ -153,7 +122,6 @@ class Suite:
     departures: Sequence[str] = ()
     notes: Sequence[str] = ()
     cuts: bool = False
-    marker: Marker | None = None
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT, SELECTOR})
     settings: Json = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()

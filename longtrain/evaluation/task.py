@@ -69,7 +69,7 @@ class Task(WithExamples):
         max_new_tokens: most tokens of an answer.
         metric: name of the metric, for the protocol.
         judge: (what was generated, special tokens left out; example) -> score from 0 to 1. It does the
-            benchmark's own post-processing. None: there is no score, or a judge model gives it later.
+            benchmark's own post-processing. None: there is no score.
         chat: whether the prompt becomes a user's message of the chat template.
         stops: texts whose last token ends an answer, beside the target's own end tokens.
         stop_strings: strings that end an answer wherever they stand in its text.
@@ -150,7 +150,7 @@ class Task(WithExamples):
         return list(self.expected(example))
 
     def score(self, text: str, example: Example) -> float | None:
-        """The score of a generated text, 0 to 1; None where a judge model gives it."""
+        """The score of a generated text, 0 to 1; None where the task has none."""
         return None if self.judge is None else self.judge(text, example)
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:

@@ -25,7 +25,6 @@ JOBS: dict[str, tuple[str, str]] = {
         "longtrain.jobs.finished.inspect",
         "say what an artifact is and whether it verifies, without its target",
     ),
-    "leaderboard": ("longtrain.jobs.finished.leaderboard", "make one page of finished evaluations"),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "serve": (
         "longtrain.jobs.serving.serve",
@@ -40,7 +39,7 @@ JOBS: dict[str, tuple[str, str]] = {
 }
 """Job name -> (module with `run(cfg)`, one line of help)."""
 
-NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ..."), "leaderboard": ("runs", "FOLDER ...")}
+NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ...")}
 """Jobs that take bare words -> the key whose list they are, and what they are called in help."""
 
 SHARED = ("preflight", "train")
@@ -64,7 +63,6 @@ KEPT = {
     "others",
     "list": "nothing was written",
     "inspect": "nothing was written",
-    "leaderboard": "nothing was written; run the same command again",
     "generate": "nothing was written to disk",
     "serve": "nothing was written to disk",
     "demo": "nothing was written to disk",

@@ -20,13 +20,9 @@ from longtrain.tables import say
 
 if TYPE_CHECKING:
     from longtrain.bench.suites import Bench, Context, HeldOutWanted
-    from longtrain.evaluation.suites.quantspec_quality import QualitySettings
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
-
-QUALITY = "quantspec_quality"
-"""A suite of `longtrain eval` with one section that bench measures."""
 
 
 def run(cfg: DictConfig) -> None:
@@ -37,8 +33,6 @@ def run(cfg: DictConfig) -> None:
     """
     if cfg.suite.get("eval") is not None and cfg.suite.shape is None:
         _hand_over(cfg, _suite_of_eval(cfg))
-    elif str(cfg.suite.name) == QUALITY:
-        _quality(cfg)
     else:
         _measure(cfg)
 
@@ -49,9 +43,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
-    if str(cfg.suite.name) == QUALITY:
-        _quality_settings(cfg)
-    elif cfg.suite.get("eval") is None or cfg.suite.shape is not None:
+    if cfg.suite.get("eval") is None or cfg.suite.shape is not None:
         _read(cfg)
 
 
@@ -91,27 +83,6 @@ def _with_lengths(cfg: DictConfig, bench: Bench) -> dict[str, Any]:
     if bench.group and found[bench.group].get("lengths") == AUTO and cfg.lengths != usual.lengths:
         found[bench.group]["lengths"] = plain(cfg.lengths)
     return found
-
-
-def _quality(cfg: DictConfig) -> None:
-    """Measure the section `rows` by the suite of that name, and hand the other sections over to `eval`."""
-    from longtrain.evaluation.suites.quantspec_quality import ROWS
-
-    wanted = _quality_settings(cfg)
-    if ROWS in wanted.sections:
-        keys = {"lengths": [wanted.lengths[0]], "row_counts": wanted.row_counts, "split": wanted.splits[0]}
-        rows = cfg.copy()
-        rows.suite = {"name": ROWS, **keys, "text": wanted.text, "kinds": wanted.kinds}
-        _measure(rows)
-    if set(wanted.sections) != {ROWS}:
-        _hand_over(cfg, cfg.suite)
-
-
-def _quality_settings(cfg: DictConfig) -> QualitySettings:
-    from longtrain.evaluation.suites.quantspec_quality import QualitySettings
-    from longtrain.evaluation.suites.shared import settings_of
-
-    return settings_of(QualitySettings, plain(cfg.suite))
 
 
 def _hand_over(cfg: DictConfig, suite: DictConfig) -> None:

@@ -261,17 +261,12 @@ def finish(cfg: DictConfig, session: Session) -> None:
 
     Raises:
         ConfigError: something is not done yet.
-        LongtrainError: a draft's texts are not those of plain decoding, or a judge judged no answer at all.
+        LongtrainError: a draft's texts are not those of plain decoding.
     """
     from longtrain.evaluation.harness.lossless import enforce
-    from longtrain.evaluation.judge.naming import check_judged
     from longtrain.jobs.exporting import evidence
 
-    marker, total = session.suite.marker, 0
-    if marker is not None and not session.missing():
-        total = marker.count(session.records())
-    with Progress(total, 0, "judgements") as bar:
-        outcome = session.finish(bar.advance)
+    outcome = session.finish()
     timings = {**outcome.timings, **speed_of(cfg, session)}
     files = {
         "results.json": files_.as_json(outcome.results),
@@ -285,7 +280,6 @@ def finish(cfg: DictConfig, session: Session) -> None:
     shown = ("table.md", "speed.md", "acceptance.png", "report.html")
     show(outcome, timings, session.folder, [name for name in files if name in shown])
     enforce(outcome.results)
-    check_judged(outcome.results)
 
 
 def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:

@@ -242,13 +242,14 @@ def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
     Raises:
         ArtifactError: a field is unknown, or has a value that is not allowed.
     """
-    unknown = sorted({*values} - {"name"} - {field.name for field in dataclasses.fields(spec.config)})
+    values = methods.without_gone({key: value for key, value in values.items() if key != "name"})
+    unknown = sorted({*values} - {field.name for field in dataclasses.fields(spec.config)})
     if unknown:
         raise ArtifactError(
             f"the run was trained by another longtrain: method {spec.name} has no {unknown[0]}"
         )
     try:
-        return spec.config(**{key: value for key, value in values.items() if key != "name"})
+        return spec.config(**values)
     except (TypeError, ConfigError) as error:
         raise ArtifactError(f"config.yaml of the run is damaged: {first_line(error)}; train again") from None
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from longtrain.features.forms import Form
     from longtrain.features.shards import FeatureFiles
-    from longtrain.methods.spec import MethodSpec, Objective
+    from longtrain.methods.spec import Objective
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -33,24 +33,6 @@ def settings_of(cfg: DictConfig) -> FeatureSettings:
     if settings.mode != "online" and settings.folder is None:
         raise ConfigError(f"features={settings.mode} needs a folder; pass features.folder=FOLDER")
     return settings
-
-
-def check_views(settings: FeatureSettings, spec: MethodSpec, config: Any) -> None:
-    """Refuse stored features for a method that has the target read documents on other caches than the full.
-
-    Args:
-        settings: of `features`.
-        spec: the method.
-        config: its settings.
-
-    Raises:
-        ConfigError: `method.views` names more than the full cache, and features are stored.
-    """
-    if settings.mode != "online" and spec.has_views is not None and spec.has_views(config):
-        raise ConfigError(
-            "method.views has the target read documents on other caches than the full one, and stored "
-            "features are those of the full cache; pass features=online or method.views=[full]"
-        )
 
 
 def form_of(settings: FeatureSettings) -> Form:

@@ -217,7 +217,6 @@ def _settings(cfg: DictConfig) -> tuple[MethodSpec, Any, Optim, LoopConfig, Feat
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
     settings, keeping = _loop(cfg), features.settings_of(cfg)
-    features.check_views(keeping, spec, config)
     return spec, config, optim, settings, keeping
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
+
+
+GONE = frozenset({"views"})
+"""Settings of earlier versions that training alone read."""
 
 
 def names() -> tuple[str, ...]:
@@ -20,6 +25,15 @@ def names() -> tuple[str, ...]:
     """
     files = (file for place in __path__ for file in Path(place).glob("*/config.py"))
     return tuple(sorted({file.parent.name for file in files}))
+
+
+def without_gone(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings as an artifact or a run stored them, without those that are gone."""
+    return {
+        key: without_gone(value) if isinstance(value, Mapping) else value
+        for key, value in stored.items()
+        if key not in GONE
+    }
 
 
 def config_class(name: str) -> type:

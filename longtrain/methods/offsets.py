@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,23 +35,19 @@ def check_offsets(settings: OffsetSettings, info: TargetInfo) -> None:
         )
 
 
-def offsets_of(
-    settings: OffsetSettings, info: TargetInfo, batch: Batch, *, fixed: Collection[int] = ()
-) -> list[int] | None:
+def offsets_of(settings: OffsetSettings, info: TargetInfo, batch: Batch) -> list[int] | None:
     """How far each document of a batch is moved, drawn from its seed; None where offsets are off.
 
     Args:
         settings: the method's.
         info: the target's facts.
         batch: the row.
-        fixed: documents that stay where they are.
     """
     if not settings.anchor_offset:
         return None
-    drawn = packed_rows.draw_offsets(
+    return packed_rows.draw_offsets(
         [b - a for a, b in pairwise(batch.bounds)],
         usable=settings.offset_max_tokens or info.max_positions,
         max_doc_tokens=settings.offset_max_doc_tokens,
         seed=batch.seed,
     )
-    return [0 if d in fixed else offset for d, offset in enumerate(drawn)]

@@ -257,7 +257,7 @@ def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
         manifest = read_json(file)
         if manifest["method"] != cfg.method.name:
             return
-        kept: object = read(kind, manifest["config"], "method")
+        kept: object = read(kind, methods.without_gone(manifest["config"]), "method")
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return  # a damaged artifact; whoever loads it says so
     for key in (key.partition(".")[0] for key in keys):
@@ -291,12 +291,6 @@ def _inspected(cfg: DictConfig) -> None:
         _there(cfg, name)
 
 
-def _listed(cfg: DictConfig) -> None:
-    from longtrain.jobs.finished import leaderboard
-
-    leaderboard.check(cfg)
-
-
 def _apart(cfg: DictConfig) -> None:
     """An artifact goes beside others and not into one, which could not be exported again then."""
     own, base = _own(cfg), (Path(cfg.home) / "checkpoints").absolute()
@@ -321,7 +315,6 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),
     "inspect": (_inspected,),
-    "leaderboard": (_listed,),
 }
 """Job -> what is checked of its configuration."""
 

@@ -36,7 +36,7 @@ _longtrain() {
   local -a offered
   offered=(${(f)"$(longtrain completion words "${(@Q)words[2,CURRENT]}" 2>/dev/null)"})
   (( $#offered )) && compadd -S '' -a offered
-  if (( ! $#offered )) || [[ ${words[2]} == (inspect|leaderboard) ]]; then
+  if (( ! $#offered )) || [[ ${words[2]} == inspect ]]; then
     compset -P '*=' # a file for the value of a key
     _files
   fi

@@ -11,14 +11,14 @@ import re
 TEXTS = ("prompt",)
 """Keys whose value is any text."""
 NAMES = (
-    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "runs", "compare",
+    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "compare",
     "stop", "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
     "data.name", "data.text", "data.jsonl", "data.conversations", "data.code", "data.books", "data.instruct",
     "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa",
-    "suite.aime24", "suite.references", "suite.requests", "suite.include", "suite.judge.prompts",
+    "suite.aime24", "suite.documents", "suite.requests", "suite.include",
 )  # fmt: skip
 """Keys whose value is a name or a path: `nan`, `1e3` and `007` are text there, and commas part of it."""
-LISTED = ("artifact", "runs", "compare", "stop")
+LISTED = ("artifact", "compare", "stop")
 """Keys of `NAMES` that may have several, as `[A,B]`."""
 PLAIN = re.compile(r"[\w/\-+.%*@?|:]+", re.ASCII)
 """A name that Hydra reads as it is, unless it takes it for a number."""

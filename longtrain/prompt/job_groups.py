@@ -17,7 +17,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "plan": (*_TRAINED, "evict", "decode"),
     "list": (),
     "inspect": (),
-    "leaderboard": (),
 }
 """Job -> the groups that it reads."""
 EXAMPLES: dict[str, str] = {
@@ -31,6 +30,5 @@ EXAMPLES: dict[str, str] = {
     "plan": "longtrain plan method=longspec target.shape=llama31_8b data=text gpu=H100",
     "list": "longtrain list",
     "inspect": "longtrain inspect tiny_longspec",
-    "leaderboard": "longtrain leaderboard runs/A runs/B",
 }
 """Job -> a command; those with suites have several, in `suite_help`."""

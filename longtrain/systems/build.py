@@ -348,7 +348,7 @@ def check_role(
 
 
 _SERVED = {
-    DRAFT: "a draft is measured where text is generated: suite=speculation, acceptance, longbench, aime24",
+    DRAFT: "a draft is measured where text is generated: suite=speculation, acceptance, longbench",
     SELECTOR: "a selector is measured by suite=retrieval, longbench, ruler, needle, perplexity, speculation",
     EVICTOR: "an evictor is measured by suite=longbench, ruler, needle, perplexity, eviction",
 }

@@ -29,6 +29,7 @@ from torch import Tensor
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
 from longtrain.files import free_bytes, json_sha256, read_json
 from longtrain.log import get_logger
+from longtrain.methods import GONE
 from longtrain.training import tensor_file
 from longtrain.training.tensor_file import Piece, Tensors
 
@@ -193,10 +194,13 @@ def trained_tensors(path: Path) -> dict[str, Tensor]:
 def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
     """Refuse to resume a run whose settings changed in a way that matters.
 
+    A setting that is gone does not matter where it had the value that there is nothing else of now.
+
     Raises:
         ConfigError: lists the keys that differ.
     """
-    if changed := differences(saved.facts, facts):
+    gone = {key for key, value in saved.facts.items() if key.split(".")[-1] in GONE and value == ["full"]}
+    if changed := differences({key: value for key, value in saved.facts.items() if key not in gone}, facts):
         run = saved.path.absolute().parents[2].name  # NAME/train/checkpoints/FILE
         raise ConfigError(
             f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({changed}); "

@@ -8,7 +8,6 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.prompts import around_message, chat_ids
 from longtrain.evaluation.ruler.sizing import Framing
-from longtrain.evaluation.suites.documents import CORPORA, _around
 from longtrain.targets.loading import load_target
 
 ASKS = (
@@ -30,9 +29,6 @@ def test_a_template_may_ask_for_questions_itself(tokenizer) -> None:
     assert framing.text("Who?", "It") == f"{before}Who?{after}It"
     ids = chat_ids(tokenizer)
     assert tokenizer.decode([*ids.user, *ids.assistant]) == before + after
-    corpus = CORPORA["multi_lexsum"]
-    head, tail, prefix = _around(corpus, tokenizer, chat=True)
-    assert (head, tokenizer.decode(list(tail)), prefix) == (before + corpus.head, corpus.tail + after, ())
 
 
 def test_options_reach_the_template(tokenizer) -> None:

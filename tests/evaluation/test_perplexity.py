@@ -13,11 +13,8 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.evaluation.perplexity import (
     TextWindow,
-    foretold,
     measure,
-    measure_against_full,
     perplexity,
-    read_contexts,
     spans,
 )
 from longtrain.methods import policies
@@ -158,26 +155,3 @@ def test_windows_are_checked(target):
 def test_perplexity_is_e_to_the_mean_cost():
     assert perplexity(10 * math.log(7), 10) == pytest.approx(7)
     assert math.isnan(perplexity(0.0, 0)) and perplexity(1e6, 1) == math.inf
-
-
-def test_laws_are_compared_with_those_of_the_full_cache(target):
-    contexts, scored = pieces(48, 16)
-    windows = {str(number): pair for number, pair in enumerate(zip(contexts, scored, strict=True))}
-    windows.pop("0")  # its first token has no context to evict
-    known: dict[str, torch.Tensor] = {}
-    same = measure_against_full(target, Parts(), windows, known)
-    assert all(one.agreed == one.tokens and one.divergence == 0 for one in same)
-    assert [one.nats for one in same] == [
-        one.nats for one in measure(target, Parts(), contexts[1:], scored=scored[1:])
-    ]
-    logits = {name: one.clone() for name, one in known.items()}
-    found = measure_against_full(target, evictor("snapkv", 12), windows, known)
-    for one, name in zip(found, windows, strict=True):
-        assert torch.equal(known[name], logits[name])  # computed once
-        context, tokens = windows[name]
-        read = read_contexts(target, evictor("snapkv", 12), [context], scored=[tokens])
-        own = torch.cat([rows for _, _, rows in foretold(target, read, [tokens])])
-        law, other = (torch.softmax(rows, -1) for rows in (logits[name], own))
-        assert one.divergence == pytest.approx(float((law * (law / other).log()).sum()), rel=1e-9)
-        assert one.agreed == int((law.argmax(-1) == other.argmax(-1)).sum())
-    assert sum(one.divergence for one in found) > 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation.published import Published, narrowed
+from longtrain.evaluation.published import Published
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task, rows_sha256
@@ -19,7 +19,7 @@ WHOLE = Published(
     tasks={"a": 3, "b": 3, "c": None, "d": 3, "e": 3},
     sha256={"a": rows_sha256(ROWS)[:16]},
     lengths=(4096, 8192),
-    settings={"chat": True, "seed": 42, "words": "own", "judge.tries": 1},
+    settings={"chat": True, "seed": 42, "words": "own", "retries": 1},
 )
 
 
@@ -46,19 +46,12 @@ def test_the_whole_benchmark_has_no_departure() -> None:
         ({"lengths": (1536, 4096)}, ["lengths that are not published: 1536"]),
         ({"chat": False}, ["without chat template"]),
         ({"seed": 1, "words": "x"}, ["suite.seed=1 instead of 42", "suite.words=x instead of own"]),
-        ({"judge.tries": 5}, ["suite.judge.tries=5 instead of 1"]),
+        ({"retries": 5}, ["suite.retries=5 instead of 1"]),
         ({"sampling": Sampling(0.5, top_k=9)}, ["sampled (temperature 0.5, top_k 9), not greedy"]),
     ],
 )
 def test_each_departure_is_said(changed, notes) -> None:
     assert called(**changed) == notes
-
-
-def test_answers_with_temperatures_of_their_own_may_be_drawn() -> None:
-    drawn = replace(WHOLE, sampled=narrowed)
-    assert called(sampling=Sampling(0.7, top_k=50), published=drawn) == []
-    note = "answers drawn with top_p 0.5, which the benchmark does not set"
-    assert called(sampling=Sampling(top_p=0.5), published=drawn) == [note]
 
 
 def test_a_departure_or_a_cut_prompt_makes_a_variant() -> None:

@@ -11,7 +11,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import DataError
 from longtrain.evaluation.figures.outcomes import stretches_of
-from longtrain.evaluation.perplexity import full_logits, measure
+from longtrain.evaluation.perplexity import foretold, measure, read_contexts
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.rollouts import RolloutWriter, Steps, follow, stretches
 from longtrain.methods.sparse.config import Config
@@ -58,12 +58,23 @@ def test_costs_are_those_of_perplexity(target, tmp_path):
     sampling = Sampling(1.0)
     written = RolloutWriter(tmp_path, NEW, sampling).write(target, {0: [5, 6, 7, 8], 1: [9, 3, 4, 1, 2]})
     prompts, texts = [one.prompt for one in written], [one.text for one in written]
-    full = full_logits(target, prompts, scored=texts)
-    one = measure(target, sparse(target), prompts, scored=texts, full=full)
-    for nats, steps in zip(one, follow(target, sparse(target), written, sampling), strict=True):
+
+    def laws(parts):
+        read, found = read_contexts(target, parts, prompts, scored=texts), [[] for _ in texts]
+        for row, _, logits_TV in foretold(target, read, texts, selector=parts.selector):
+            found[row].append(logits_TV.double().log_softmax(-1))
+        return [torch.cat(some) for some in found]
+
+    costs = measure(target, sparse(target), prompts, scored=texts)
+    followed = follow(target, sparse(target), written, sampling)
+    for nats, steps, full_NV, own_NV in zip(
+        costs, followed, laws(Parts()), laws(sparse(target)), strict=True
+    ):
         sums = steps.figures([])
-        assert sums["nats"] == pytest.approx(nats.nats) and sums["agreed"] == nats.agreed
-        assert sums["divergence"] == pytest.approx(nats.divergence) and nats.divergence > 0
+        divergence = float((full_NV.exp() * (full_NV - own_NV)).sum())
+        assert sums["nats"] == pytest.approx(nats.nats)
+        assert sums["agreed"] == int((full_NV.argmax(-1) == own_NV.argmax(-1)).sum())
+        assert sums["divergence"] == pytest.approx(divergence) and divergence > 0
 
 
 def test_a_text_is_written_once(target, tmp_path, monkeypatch):

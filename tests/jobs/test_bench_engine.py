@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from longtrain.cache.engine_rules import RULES
 from longtrain.jobs import bench
 
 
@@ -64,26 +63,6 @@ def test_rows_of_a_step_beside_single_rows(composed, tmp_path, capsys):
     bench.run(composed("bench", "suite=rows", *ROWS))
     check_rows(written(tmp_path, "rows"))
     assert "| quantised | 129 | 3 |" in capsys.readouterr().out
-
-
-def test_quality_is_measured_by_eval_and_its_rows_by_bench(composed, tmp_path):
-    few = ("suite.windows=2", "suite.scored_tokens=8", "suite.splits=[floor]", "suite.bits=[8]")
-    bench.run(
-        composed("bench", "suite=quantspec_quality", "suite.sections=[perplexity,engines,rows]", *ROWS, *few)
-    )
-    check_rows(written(tmp_path, "rows"))
-    found = results(tmp_path, "quantspec_quality")
-    assert [one["family"] for one in found["systems"]][:2] == ["full", "int8 split=floor"]
-    rules = [one["family"] for one in found["systems"]][2:]
-    assert rules == [name + end for name in RULES for end in ("", " at once")]
-    assert any("int4_per_token_head 0.562" in note for note in found["notes"])
-    assert all(task["task"] == "perplexity 128" for one in found["systems"] for task in one["tasks"])
-
-
-def test_quality_of_rows_alone_runs_no_eval(composed, tmp_path):
-    bench.run(composed("bench", "suite=quantspec_quality", "suite.sections=[rows]", *ROWS))
-    check_rows(written(tmp_path, "rows"))
-    assert not (tmp_path / "runs" / "one" / "eval").exists()
 
 
 def test_the_roofline_is_a_table(composed, tmp_path, capsys):

@@ -205,7 +205,7 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
         ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
         ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),
         ("suite.kinds=[chat]", DataError, "kinds there: book, code"),
-        ("suite.name=speed", ConfigError, "no suite 'speed'; known: acceptance, aime24"),
+        ("suite.name=speed", ConfigError, "no suite 'speed'; known: acceptance, eviction"),
     ],
 )
 def test_bad_input_is_one_clear_error_and_writes_nothing(run, tmp_path, override, error, message):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
 from longtrain.assets import bundled_artifacts
@@ -302,3 +303,12 @@ def test_golden_outputs_that_cannot_be_recorded_cost_nobody_the_training(
         with pytest.raises(ArtifactError, match=r"is written but not verified: its golden outputs could not"):
             export.run(composed("export"))
     assert Artifact.load("one", home=tmp_path, unverified=True).golden is None
+
+
+def test_a_run_of_an_earlier_version_is_exported_without_settings_that_are_gone():
+    old = {"name": "longspec", "window": 9, "views": ["full", {"cache": "int4"}]}
+    assert export._config(methods.get("longspec"), old).window == 9
+    members = {"members": {"eagle3": {"depths": 3, "views": ["full"]}, "longspec": {}}}
+    assert export._config(methods.get("joint"), members).members.eagle3.depths == 3
+    with pytest.raises(ArtifactError, match="method longspec has no vieuws"):
+        export._config(methods.get("longspec"), {"vieuws": ["full"]})

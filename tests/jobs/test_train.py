@@ -110,11 +110,10 @@ def test_a_run_leaves_all_that_it_should(compose, tmp_path):
 
 
 def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
-    """Shifts and views, which are drawn, among its settings."""
+    """Shifts are drawn."""
     from longtrain.methods.longspec.objective import LongSpecObjective
 
-    views = "method.views=[full,{policy: {name: snapkv, window: 4}, budget: 0.4}]"
-    train.run(compose(views, name="whole"))
+    train.run(compose(name="whole"))
     original, calls = LongSpecObjective.forward, []
 
     def forward(self, batch):
@@ -126,15 +125,13 @@ def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
     LongSpecObjective.forward = forward
     try:
         with pytest.raises(SystemExit) as left:
-            train.run(compose(views, name="cut"))
+            train.run(compose(name="cut"))
     finally:
         LongSpecObjective.forward = original
     assert left.value.code == 128 + signal.SIGTERM == 143
     folders = [tmp_path / "runs" / name / "train" for name in ("whole", "cut")]
     assert checkpoint.read(folders[1] / "checkpoints" / "last.ckpt").step == 2
-    train.run(compose(views, name="cut"))
-    rows = table.read(folders[0] / "metrics.csv")
-    assert all(0 < float(row["train/in_views"]) < 1 for row in rows if row["train/in_views"])
+    train.run(compose(name="cut"))
     assert folders[0].joinpath("metrics.csv").read_bytes() == folders[1].joinpath("metrics.csv").read_bytes()
     whole, cut = (checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt") for folder in folders)
     assert all(torch.equal(whole[key], cut[key]) for key in whole) and set(whole) == set(cut)

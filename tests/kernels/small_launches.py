@@ -273,7 +273,6 @@ def texts() -> Jobs:
         (None, ()),
         ("longspec", (3, 2)),
         ("quantspec", (1, 1, 1)),
-        ("prompt_lookup", (1, 1)),
     ):
         for fused in (True, False):
             yield partial(_text, name, TreeShape(shape), fused)

@@ -122,6 +122,16 @@ def test_sigterm_to_a_process_saves_and_leaves_with_zero(tmp_path):
     assert 0 < step < 10000 and table.read(tmp_path / "metrics.csv")[-1]["step"] == str(step)
 
 
+def test_a_setting_that_is_gone_matters_only_where_it_had_another_value(tmp_path):
+    def resumed(views):
+        facts = {"method.window": 4, "method.members.eagle3.views": views}
+        checkpoint.check_facts(checkpoint.Saved(tmp_path, 3, facts, {}), {"method.window": 4})
+
+    resumed(["full"])
+    with pytest.raises(ConfigError, match=r"method\.members\.eagle3\.views: .*int4.* -> None"):
+        resumed(["full", {"cache": "int4"}])
+
+
 def test_resume_refuses_settings_that_changed(tmp_path):
     toy.train(tmp_path, steps=4, facts={"optim.lr": 0.01, "method.window": 512, "seed": 0})
     with pytest.raises(ConfigError) as error:

@@ -227,8 +227,6 @@ def output(record: Record) -> Json:
     if record.cycles is not None:
         numbers = numbers_of(record)
         values["cycles"] = [numbers["cycle_tokens"], numbers["cycles"]]
-    if record.marks is not None:
-        values["marks"] = record.marks
     return values
 
 

@@ -17,7 +17,7 @@ ADVICE = "remove this line (what it held is run again), or the file"
 
 
 class Ledger:
-    """What is done of one thing (a system, a judge), in one file a shard.
+    """What is done of one system, in one file a shard.
 
     The first line of a file holds the settings, every other one a unit. A line is flushed to the disk before
     `put` comes back; the part of a line that a kill leaves at the end is dropped. While it is open nobody

@@ -79,16 +79,6 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
     return Protocol(json.loads(json.dumps(settings, allow_nan=False)))
 
 
-def with_judge(protocol: Protocol, suite: Suite) -> Protocol:
-    """The protocol that scores follow from: where a judge gives them, its settings belong to it.
-
-    What was generated does not depend on the judge, so ledgers of systems keep the protocol without it.
-    """
-    if suite.marker is None:
-        return protocol
-    return Protocol(json.loads(json.dumps({**protocol.settings, "judge": suite.marker.settings()})))
-
-
 def prompt_room(task: Task, target: Target) -> int:
     """Most tokens of the text of a task's prompt.
 

@@ -121,7 +121,7 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
     """How a score of the full cache compares with what is recorded.
 
     The same examples decoded greedily give the same texts but for rounding, so a point is allowed. Only where
-    texts are sampled or a judge marks them is it half the recorded interval, if that is more.
+    texts are sampled is it half the recorded interval, if that is more.
 
     Returns: `status` equal, `recorded`, `measured`, `tolerance`, `source`.
 
@@ -129,8 +129,7 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
         LongtrainError: it is off by more.
     """
     tolerance = _point(suite.scale, entry["score"])
-    drawn = suite.marker is not None or _sampled(suite, entry["protocol"])
-    if drawn and entry["low"] is not None:  # one example has no interval
+    if _sampled(suite, entry["protocol"]) and entry["low"] is not None:  # one example has no interval
         tolerance = max(tolerance, (entry["high"] - entry["low"]) / 2)
     verdict = {
         "status": "equal",

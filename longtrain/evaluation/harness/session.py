@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.evaluation.figures.outcomes import examples
 from longtrain.evaluation.figures.results import assemble, unsolved
 from longtrain.evaluation.figures.statistics import Bootstrap
@@ -18,7 +18,7 @@ from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.lossless import LosslessCheck, is_strict
 from longtrain.evaluation.harness.plan import Unit, lanes, part_of, places_for, plan
-from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
+from longtrain.evaluation.harness.protocol import Protocol, protocol_of
 from longtrain.evaluation.harness.run import (
     Runner,
     StoppedError,
@@ -89,14 +89,9 @@ class Session:
     verdict: Json = field(default_factory=lambda: recorded.unchecked("none"))
 
     @cached_property
-    def decoding(self) -> Protocol:
-        """What texts follow from; ledgers keep it alone, so that another judge reads the same texts."""
-        return protocol_of(self.suite, self.target, self.sampling)
-
-    @cached_property
     def protocol(self) -> Protocol:
-        """What the result is pinned to: a judge's settings belong to it."""
-        return with_judge(self.decoding, self.suite)
+        """What texts and scores follow from, which the result is pinned to."""
+        return protocol_of(self.suite, self.target, self.sampling)
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -117,7 +112,7 @@ class Session:
 
     def ledger(self, system: System, *, shard: int = 0, write: bool = False) -> Ledger:
         """What is done of a system."""
-        settings = ledger_settings(self.decoding, self.target, system)
+        settings = ledger_settings(self.protocol, self.target, system)
         return Ledger(self.folder / "ledger", system.name, settings, shard=shard, write=write)
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
@@ -137,8 +132,7 @@ class Session:
     ) -> None:
         """Run a part of every system, the full cache first; it is then compared with what is recorded.
 
-        With several parts each sees only its own answers, so that comparison is left to `finish`; so it is
-        where a judge that is needed for it cannot be reached now.
+        With several parts each sees only its own answers, so that comparison is left to `finish`.
 
         Raises:
             StoppedError: `stopping` said so.
@@ -165,7 +159,7 @@ class Session:
                 ) from None
             if group[0] is self.systems[0] and not self.missing(self.systems[:1]):
                 self._warn()
-                self._compare(self._marked_early() if shards == 1 else None)
+                self._compare()
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
         """Examples that are not done, by system; empty where all is."""
@@ -175,12 +169,12 @@ class Session:
         }
         return {name: count for name, count in left.items() if count}
 
-    def finish(self, advance: Advance = lambda what, done: None) -> Outcome:
-        """Figures, examples and times of finished work; a judge marks the answers first.
+    def finish(self) -> Outcome:
+        """Figures, examples and times of finished work.
 
         Raises:
             ConfigError: something is not done yet.
-            LongtrainError: the full cache's score is not the recorded one, or the judge cannot be reached.
+            LongtrainError: the full cache's score is not the recorded one.
         """
         if left := self.missing():
             parts = ", ".join(f"{name}: {count} examples" for name, count in left.items())
@@ -190,12 +184,6 @@ class Session:
             )
         self._compare()
         records = self.records()
-        if self.suite.marker is not None:
-            full = self.systems[0].name  # before the judge reads anything else
-            some = [[r for r in records if (r.system == full) == first] for first in (True, False)]
-            records = self._marked(some[0], advance)
-            self._compare(records)
-            records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
         found["notes"] = [*self._unverified_notes(), *found["notes"]]
         found["notes"] += [
@@ -218,7 +206,7 @@ class Session:
             for note in unsolved(self.suite, self._assemble(full, self.records(full))):
                 log.warning("%s", note)
 
-    def _compare(self, records: Sequence[Record] | None = None) -> None:
+    def _compare(self) -> None:
         """Set the verdict on the full cache's score."""
         if reason := recorded.exempt(self.suite):
             self.verdict = recorded.unchecked("off", reason=reason)
@@ -228,10 +216,8 @@ class Session:
         if not self.check:
             self.verdict = recorded.unchecked("off", reason="suite.check_baseline=false")
             return
-        if self.suite.marker is not None and records is None:
-            return  # no score before it is marked
         full = self.systems[:1]
-        own = self.records(full) if records is None else [r for r in records if r.system == full[0].name]
+        own = self.records(full)
         if failed := sum(bool(record.failed) for record in own):
             self.verdict = recorded.unchecked("off", reason=f"memory ran out in {failed} examples")
             return
@@ -245,24 +231,6 @@ class Session:
         if verdict != self.verdict:
             self.verdict = verdict
             recorded.tell(self.suite, verdict)
-
-    def _marked(self, records: Sequence[Record], advance: Advance = lambda what, done: None) -> list[Record]:
-        """Records with a judge's marks."""
-        assert self.suite.marker is not None
-        answered = [record for record in records if not record.failed]
-        marked = self.suite.marker.mark(answered, self.suite, self._judge_ledger, advance)
-        return [*marked, *(record for record in records if record.failed)]
-
-    def _marked_early(self) -> list[Record] | None:
-        """The full cache's records, marked before any other system runs; None where no score hangs on it."""
-        if self.suite.marker is None or self.baseline is None:
-            return None
-        log.info("judging the full cache first: its score must be the recorded one")
-        try:
-            return self._marked(self.records(self.systems[:1]))
-        except LongtrainError as error:  # answers are not lost to a judge that is away
-            log.warning("%s; the recorded score is compared at the end", error)
-            return None
 
     def _recorded(self, found: Json) -> Json:
         average = recorded.average_of(found)
@@ -354,8 +322,4 @@ class Session:
             "systems": [
                 {"system": system.name, "tasks": times_of(self.ledger(system))} for system in self.systems
             ],
-            **({"judge": marker.course()} if (marker := self.suite.marker) is not None else {}),
         }
-
-    def _judge_ledger(self, name: str, settings: Json) -> Ledger:
-        return Ledger(self.folder / "ledger", name, settings)

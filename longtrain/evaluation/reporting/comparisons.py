@@ -1,10 +1,11 @@
-"""What is set side by side: systems timed in turn (`speed.md`) and two runs (`compare.md`)."""
+"""What is set side by side: systems timed in turn (`speed.md`), two runs (`compare.md`), a card."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.reporting.tables import (
     FULL,
     PLAIN,
@@ -15,7 +16,7 @@ from longtrain.evaluation.reporting.tables import (
     section,
     sheet,
 )
-from longtrain.tables import DASH, escaped, fixed, interval, markdown, tokens, without_empty
+from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent, tokens, without_empty
 
 Json = dict[str, Any]
 CPU_NOTE = (
@@ -117,6 +118,54 @@ def speed_summary(timings: Json) -> Sheet:
         ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
     ]
     return sheet(columns, things)
+
+
+def card_table(results: Json, timings: Json | None) -> Sheet:
+    """The table of an artifact's card: a row for each system, its score by prompt length, and its speed.
+
+    Args:
+        results: of `results.assemble`.
+        timings: as they are written; speeds are ratios to the first system of each timed prompt.
+    """
+    scale, systems = results["scale"]["name"], results["systems"]
+    scores = {
+        (system["name"], one["value"]): one["score"]
+        for system in systems
+        for one in system["facets"]
+        if one["facet"] == "length" and one["score"]["value"] is not None
+    }
+    lengths = sorted({length for _, length in scores})
+    timed = [row["figures"] for row in (timings or {}).get("speed", [])]
+    columns: list[Column] = [
+        ("system", lambda one: one["name"]),
+        (scale, lambda one: interval(one["average"])),
+        ("vs full", lambda one: difference(one["versus_full"], plain=True)),
+        *[
+            (f"at {tokens(length)}", lambda one, at=length: interval(scores.get((one["name"], at))))
+            for length in (lengths if len(lengths) > 1 else ())
+        ],
+        ("τ", lambda one: DASH if scale == ACCEPTANCE or not one["acceptance"] else _tau(one)),
+        ("accepted", lambda one: percent(_rate(one))),
+        ("speed", lambda one: _between([row.get(one["name"], {}).get("ratio") for row in timed])),
+    ]
+    return without_empty(*sheet(columns, systems))
+
+
+def _tau(system: Json) -> str:
+    return interval(system["acceptance"]["tau"])
+
+
+def _rate(system: Json) -> float | None:
+    return system["acceptance"]["acceptance_rate"]["value"] if system["acceptance"] else None
+
+
+def _between(ratios: Sequence[float | None]) -> str:
+    """The smallest and the largest of some ratios, those that are missing left out."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return DASH
+    low, high = (f"{end:.2f}" for end in (min(known), max(known)))
+    return f"{low} ×" if low == high else f"{low} to {high} ×"
 
 
 def _plainly(system: str) -> str:

@@ -22,7 +22,6 @@ EXAMPLES_BYTES = 12_000_000
 """Most bytes of examples inside a page: a browser still opens it at once."""
 RUN_SCRIPTS = ("core.js", "tables.js", "plots.js", "examples.js", "start.js")
 COMPARE_SCRIPTS = ("core.js", "tables.js", "compare.js")
-BOARD_SCRIPTS = ("core.js", "tables.js", "leaderboard.js")
 _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
@@ -66,11 +65,6 @@ def page(
 def compare_page(compared: Json) -> bytes:
     """The page of a comparison, of `compare.compare`."""
     return _filled(f"Comparison: {compared['suite']}", {"results": compared}, [], COMPARE_SCRIPTS)
-
-
-def board_page(made: Json) -> bytes:
-    """The page of many evaluations, of `leaderboard.leaderboard`."""
-    return _filled("Leaderboard", {"results": made}, [], BOARD_SCRIPTS)
 
 
 def thinned(examples: Sequence[Json], most_bytes: int) -> list[Json]:

@@ -1,4 +1,4 @@
-"""QuantSpec's corpora as suites: documents that fill a prompt of a stated length, to continue or summarise.
+"""QuantSpec's corpora as tasks of `suite=speculation`: documents that fill a prompt of a given length.
 
 Shapes: T tokens.
 """
@@ -6,32 +6,24 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import DataError
 from longtrain.evaluation import corpora
 from longtrain.evaluation.corpora import plain_ids, prefix_of
-from longtrain.evaluation.prompts import around_message
-from longtrain.evaluation.published import Published, not_greedy
-from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.suites.drafted import (
-    ACCEPTANCE_SCALE,
-    acceptance_summary,
-    drafted,
-    ended,
-    tell_of_drafts,
-)
-from longtrain.evaluation.suites.shared import check_lengths, settings_of
-from longtrain.evaluation.task import Example
-from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, wrong
+from longtrain.evaluation.published import Published
+from longtrain.evaluation.suites.drafted import drafted, ended
+from longtrain.evaluation.suites.shared import check_lengths
+from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.decoding.sampling import Sampling
+    from longtrain.evaluation.suites.speculation import SpeculationSettings
     from longtrain.targets.model import Target
 
 
@@ -55,24 +47,16 @@ class Corpus:
     head: str = ""
     tail: str = ""
 
-    @property
-    def published(self) -> Published:
-        """What QuantSpec measures. Source: QuantSpec Section 5.1 and its code."""
-        return Published(
-            self.title,
-            lengths=self.lengths,
-            settings={
-                "data": self.like,
-                "prompts": 11,
-                "skip_tokens": self.skip,
-                "max_new_tokens": 90,
-                "ignore_eos": True,
-                "chat": False,
-            },
-            sampled=lambda sampling: (),
-        )
 
-
+TITLE = "Acceptance on long documents"
+PROMPTS = 11
+"""Documents of each length where `suite.limit` names no other number."""
+PUBLISHED = Published(
+    TITLE,
+    settings={"documents": None, "limit": None, "documents_max_new_tokens": 90, "ignore_eos": True},
+    sampled=lambda sampling: (),
+)
+"""What QuantSpec measures, without a chat template. Source: QuantSpec Section 5.1 and its code."""
 CORPORA = {
     "pg19": Corpus("Acceptance on PG-19", "pg19_test", (4096, 8192), 8000),
     "infbench_sum": Corpus(
@@ -97,86 +81,74 @@ CORPORA = {
         "\n\nNow please summarize the case. Summary:",
     ),
 }
-"""`suite.name` -> corpus.
+"""Name of a task -> corpus.
 
 Source: prompts of HELMET (Yen et al. 2024), as QuantSpec's code shortens them (Data/data_converter.py).
 """
 
 
-@dataclass(frozen=True)
-class DocumentSettings:
-    """The keys of the three suites; see conf/suite/pg19.yaml."""
+def task_of(name: str, options: SpeculationSettings, target: Target) -> tuple[Task, list[str]]:
+    """The first documents of a corpus that fill each length, and notes on them.
 
-    name: one_of(CORPORA)  # type: ignore[valid-type]
-    data: Text
-    lengths: Lengths
-    prompts: Count
-    skip_tokens: CountOrZero
-    max_new_tokens: Count
-    ignore_eos: bool
-    chat: bool
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 2:
-            raise wrong("suite.max_new_tokens", self.max_new_tokens, "2 or more")
-
-
-def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """One task: the first documents that fill each length.
+    Args:
+        name: a key of `CORPORA`.
+        options: of the suite. Without `lengths`, QuantSpec's that the target holds are taken.
+        target: its tokenizer writes the prompts, which its window must hold.
 
     Raises:
-        ConfigError: a wrong setting, or a length that the target does not hold.
+        ConfigError: a length that the target does not hold.
         DataError: the text cannot be read, or no document fills a length.
     """
-    options = settings_of(DocumentSettings, settings)
-    corpus, answer = CORPORA[options.name], options.max_new_tokens
-    check_lengths(options.lengths, answer, target)
-    prompts = _prompts(options, corpus, target.require_tokenizer())
+    corpus, answer = CORPORA[name], options.documents_max_new_tokens
+    room = target.info.max_positions - answer
+    lengths = options.lengths or tuple(n for n in corpus.lengths if n <= room) or corpus.lengths[:1]
+    check_lengths(lengths, answer, target)
+    count = PROMPTS if options.limit is None else options.limit
+    prompts = _prompts(
+        corpus, options.documents or corpus.like, target.require_tokenizer(), lengths=lengths, count=count
+    )
     task = drafted(
-        options.name,
+        name,
         prompts,
         max_new_tokens=answer,
         ignore_eos=options.ignore_eos,
         facets_of=lambda row: {"length": int(row.fields["length"])},
-        protocol={"lengths": list(options.lengths), "skip_tokens": options.skip_tokens},
+        protocol={"lengths": list(lengths), "skip_tokens": corpus.skip},
         template=corpus.head + "{document}" + corpus.tail,
-        chat=options.chat,
     )
-    notes = [f"{answer} new tokens{ended(options.ignore_eos)}", *not_greedy(sampling)]
-    for length in options.lengths:
+    notes = [f"documents with answers of {answer} tokens{ended(options.ignore_eos)}"]
+    for length in lengths:
         found = sum(row.fields["length"] == length for row in task.rows)
-        if found < options.prompts:
-            notes.append(f"{found} of {options.prompts} prompts at {length} tokens")
-    departures = corpus.published.departures({}, vars(options), sampling)
-    if options.data == corpus.like and Path(corpus.like).exists():
-        departures.append(f"documents of another text, not read as the corpus {corpus.like}")
-    return Suite(
-        options.name,
-        (task,),
-        scale=ACCEPTANCE_SCALE,
-        summarise=acceptance_summary,
-        title=corpus.published.title,
-        departures=departures,
-        notes=notes,
-        meet=tell_of_drafts,
-    )
+        if found < count:
+            notes.append(f"{found} of {count} prompts of {name} at {length} tokens")
+    return task, notes
+
+
+def departures_of(name: str, options: SpeculationSettings, sampling: Sampling) -> list[str]:
+    """What a run does otherwise than QuantSpec."""
+    corpus = CORPORA[name]
+    asked = vars(options) | {"lengths": options.lengths or corpus.lengths}
+    found = replace(PUBLISHED, lengths=corpus.lengths).departures({}, asked, sampling)
+    if options.documents is None and Path(corpus.like).exists():
+        found.append(f"documents of another text, not read as the corpus {corpus.like}")
+    return found
 
 
 def _prompts(
-    options: DocumentSettings, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+    corpus: Corpus, where: str, tokenizer: PreTrainedTokenizerBase, *, lengths: Sequence[int], count: int
 ) -> list[tuple[Example, tuple[int, ...]]]:
     """Rows with their prompts: of each length the first documents that fill it."""
-    head, tail, prefix = _around(corpus, tokenizer, chat=options.chat)
-    found: dict[int, list[tuple[Example, tuple[int, ...]]]] = {length: [] for length in options.lengths}
+    prefix, tail = tuple(prefix_of(tokenizer)), tuple(plain_ids(tokenizer, corpus.tail))
+    found: dict[int, list[tuple[Example, tuple[int, ...]]]] = {length: [] for length in lengths}
     longest = 0
-    for title, text in corpora.texts(options.data, like=corpus.like):
-        if all(len(some) == options.prompts for some in found.values()):
+    for title, text in corpora.texts(where, like=corpus.like):
+        if all(len(some) == count for some in found.values()):
             break
-        body = _body(tokenizer, head, text, options.skip_tokens)
+        body = _body(tokenizer, corpus.head, text, corpus.skip)
         longest = max(longest, len(prefix) + len(body) + len(tail))
         for length, some in found.items():
             room = length - len(prefix) - len(tail)
-            if room < 1 or len(body) < room or len(some) == options.prompts:
+            if room < 1 or len(body) < room or len(some) == count:
                 continue
             prompt = (*prefix, *body[:room], *tail)
             digest = hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()
@@ -185,7 +157,7 @@ def _prompts(
     for length, some in found.items():
         if not some:
             raise DataError(
-                f"no document at {options.data} fills a prompt of {length} tokens (the longest gives "
+                f"no document at {where} fills a prompt of {length} tokens (the longest gives "
                 f"{longest}); pass shorter suite.lengths or longer text"
             )
     return [one for some in found.values() for one in some]
@@ -196,19 +168,3 @@ def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -
     if not skip:
         return plain_ids(tokenizer, head + text)
     return [*plain_ids(tokenizer, head), *plain_ids(tokenizer, text)[skip:]]
-
-
-def _around(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, chat: bool
-) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Text before a document, tokens after it, and special tokens before everything."""
-    before, after, prefix = "", "", tuple(prefix_of(tokenizer))
-    if chat:
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                "suite.chat=true and the tokenizer has no chat template; set target.chat_template, or "
-                "suite.chat=false"
-            )
-        before, after = around_message(tokenizer, enable_thinking=False)
-        prefix = ()
-    return before + corpus.head, tuple(plain_ids(tokenizer, corpus.tail + after)), prefix

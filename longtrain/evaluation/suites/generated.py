@@ -17,9 +17,9 @@ from longtrain.evaluation.prompts import encode
 from longtrain.evaluation.records import ids_sha256
 from longtrain.evaluation.rollouts import RolloutWriter, follow, stretches
 from longtrain.evaluation.suite import AGREEMENT, Figure, Scale, Suite
-from longtrain.evaluation.suites import aime24
 from longtrain.evaluation.suites.continuation import choose_points, held_out
 from longtrain.evaluation.suites.shared import read_rows, settings_of
+from longtrain.evaluation.suites.speculation import CONTEST_TEMPLATE
 from longtrain.evaluation.task import Example, Measured, rows_sha256
 from longtrain.settings import Count, Text, Tokens, wrong
 from longtrain.systems import EVICTOR, SELECTOR, System
@@ -217,7 +217,7 @@ def _requests(asked: GeneratedSettings, target: Target) -> tuple[Prompts, list[s
     for number, row in enumerate(rows[: asked.prompts], 1):
         text = row.get("prompt")
         if text is None and isinstance(problem := row.get("problem"), str):
-            text = aime24.TEMPLATE.format(problem=problem)
+            text = CONTEST_TEMPLATE.format(problem=problem)
         if not isinstance(text, str) or not text.strip():
             raise DataError(
                 f"{asked.requests}, row {number}: no request; a row has a text `prompt`, or AIME's `problem`"

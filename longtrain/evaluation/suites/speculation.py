@@ -1,16 +1,24 @@
-"""LongSpec's evaluation as a suite: LongBench's summaries and code with long answers, and AIME 2024."""
+"""How drafts are accepted on published prompts: LongSpec's tasks with long answers, QuantSpec's documents.
+
+LongSpec measures LongBench's summaries and code and the problems of AIME 2024; QuantSpec measures documents
+that fill a prompt of a given length (`suites/documents.py`). Answers are not scored.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import DataError
+from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.longbench_rows import TEMPLATES, read_tasks
+from longtrain.evaluation.prompts import encode
 from longtrain.evaluation.published import Published, not_greedy
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.suites import aime24
+from longtrain.evaluation.suites import documents
+from longtrain.evaluation.suites.documents import CORPORA
 from longtrain.evaluation.suites.drafted import (
     ACCEPTANCE_SCALE,
     acceptance_summary,
@@ -19,9 +27,9 @@ from longtrain.evaluation.suites.drafted import (
     tell_of_drafts,
 )
 from longtrain.evaluation.suites.longbench import SPECS
-from longtrain.evaluation.suites.shared import settings_of
+from longtrain.evaluation.suites.shared import read_rows, settings_of
 from longtrain.evaluation.task import Example, Task
-from longtrain.settings import Count, CountOrZero, Text, some_of, wrong
+from longtrain.settings import Count, CountOrZero, Lengths, Text, some_of, wrong
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
@@ -30,57 +38,108 @@ if TYPE_CHECKING:
 LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 """Tasks of LongBench. Source: LongSpec Section 4.1."""
 CONTEST = "aime24"
+CONTEST_TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+"""The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
+MARGIN = 32
+"""Tokens left free between the longest problem, its solution and the target's window."""
+
+
+def fingerprint(rows: Sequence[Example]) -> str:
+    """Hash of problems and answers in any order; of a problem's text, letters and digits alone count."""
+    plain = sorted(
+        f"{re.sub('[^0-9a-z]+', '', str(row.fields['problem']).lower())} {row.fields['answer']}"
+        for row in rows
+    )
+    return hashlib.sha256("\n".join(plain).encode()).hexdigest()
+
+
 PUBLISHED = Published(
     "Acceptance on long answers",
-    tasks={**{name: SPECS[name].rows for name in LONG}, **aime24.PUBLISHED.tasks},
-    sha256=aime24.PUBLISHED.sha256,
-    fingerprint=aime24.fingerprint,
+    tasks={**{name: SPECS[name].rows for name in LONG}, CONTEST: 30},
+    sha256={CONTEST: "31800c941395d49f30bed365e3e8ad5e6760fcadab7caddc76801d9f8689854e"},
+    fingerprint=fingerprint,
     settings={
         "limit": None,
         "min_prompt_tokens": 1200,
         "max_new_tokens": 1024,
-        "aime24_max_new_tokens": aime24.MAX_NEW_TOKENS,
+        "aime24_max_new_tokens": 32768,
         "ignore_eos": True,
         "chat": True,
     },
     sampled=lambda sampling: (),
 )
-"""What LongSpec's runner does."""
+"""What LongSpec's runner does. The problems of AIME 2024 are those of both contests, as
+HuggingFaceH4/aime_2024 and Qwen2.5-Math (evaluation/data/aime24) have them."""
 
 
 @dataclass(frozen=True)
 class SpeculationSettings:
     """The keys of the suite; see conf/suite/speculation.yaml."""
 
-    tasks: some_of((*LONG, CONTEST))  # type: ignore[valid-type]
+    tasks: some_of((*LONG, CONTEST, *CORPORA), all_if_empty=False)  # type: ignore[valid-type]
     data: Text
     aime24: Text
+    documents: Text | None
+    lengths: Lengths | None
     limit: Count | None
     min_prompt_tokens: CountOrZero
     max_prompt_tokens: Count | None
     max_new_tokens: Count
     aime24_max_new_tokens: Count
+    documents_max_new_tokens: Count
     ignore_eos: bool
     chat: bool
 
     def __post_init__(self) -> None:
-        for key in ("max_prompt_tokens", "max_new_tokens", "aime24_max_new_tokens"):
+        for key in (
+            "max_prompt_tokens",
+            "max_new_tokens",
+            "aime24_max_new_tokens",
+            "documents_max_new_tokens",
+        ):
             if getattr(self, key) == 1:
                 raise wrong(f"suite.{key}", 1, "2 or more")
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """Tasks of LongBench and AIME 2024, with answers as LongSpec measures them.
+    """The tasks of `suite.tasks`, with answers as LongSpec and QuantSpec measure them.
 
     Raises:
-        ConfigError: a wrong setting, or answers longer than the target's window.
+        ConfigError: a wrong setting, or prompts or answers longer than the target's window.
         DataError: a missing file or field, or no prompt that is long enough.
     """
     options = settings_of(SpeculationSettings, settings)
+    corpora = [name for name in options.tasks if name in CORPORA]
+    others = [name for name in options.tasks if name not in CORPORA]
+    tasks, notes, departures = _answers(others, options, target, sampling) if others else ([], [], [])
+    for name in corpora:
+        task, said = documents.task_of(name, options, target)
+        tasks.append(task)
+        notes += said
+        departures += documents.departures_of(name, options, sampling)
+    if others and corpora:
+        departures.append("tasks of LongSpec and of QuantSpec together")
+    title = CORPORA[corpora[0]].title if len(corpora) == 1 else documents.TITLE
+    return Suite(
+        "speculation",
+        tuple(tasks),
+        scale=ACCEPTANCE_SCALE,
+        summarise=acceptance_summary,
+        title=PUBLISHED.title if others else title,
+        departures=list(dict.fromkeys(departures)),
+        notes=[*dict.fromkeys(notes), *not_greedy(sampling)],
+        meet=tell_of_drafts,
+    )
+
+
+def _answers(
+    names: Sequence[str], options: SpeculationSettings, target: Target, sampling: Sampling
+) -> tuple[list[Task], list[str], list[str]]:
+    """LongSpec's tasks, notes on them, and departures from what LongSpec measures."""
     most = target.info.max_positions - 2
     if options.max_new_tokens > most:
         raise wrong("suite.max_new_tokens", options.max_new_tokens, f"2 to {most}, the target's window")
-    named = tuple(name for name in options.tasks if name != CONTEST)
+    named = tuple(name for name in names if name != CONTEST)
     rows = read_tasks(options.data, named) if named else {}
     notes, tasks = [], [_long(name, some, options, target) for name, some in rows.items()]
     if named:
@@ -91,23 +150,15 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         if short := sum(len(rows[task.name]) - len(task.rows) for task in tasks):
             least = options.min_prompt_tokens
             notes.append(f"{short} prompts of at most {least} tokens left out, as LongSpec does")
-    if CONTEST in options.tasks:
-        contest = _contest(options, target, sampling)
-        rows |= {CONTEST: aime24.problems(options.aime24)}
+    if CONTEST in names:
+        rows |= {CONTEST: problems(options.aime24)}
+        contest = _contest(rows[CONTEST], options, target)
         tasks.append(contest)
         notes.append(
             f"AIME 2024: solutions of at most {contest.max_new_tokens} tokens, over where the text ends"
         )
-    return Suite(
-        "speculation",
-        tuple(replace(task, rows=task.rows[: options.limit]) for task in tasks),
-        scale=ACCEPTANCE_SCALE,
-        summarise=acceptance_summary,
-        title=PUBLISHED.title,
-        departures=PUBLISHED.departures(rows, vars(options), sampling),
-        notes=[*notes, *not_greedy(sampling)],
-        meet=tell_of_drafts,
-    )
+    departures = PUBLISHED.departures(rows, vars(options), sampling)
+    return [replace(task, rows=task.rows[: options.limit]) for task in tasks], notes, departures
 
 
 def _long(name: str, rows: Sequence[Example], options: SpeculationSettings, target: Target) -> Task:
@@ -137,27 +188,47 @@ def _long(name: str, rows: Sequence[Example], options: SpeculationSettings, targ
     )
 
 
-def _contest(options: SpeculationSettings, target: Target, sampling: Sampling) -> Task:
-    """AIME 2024, its answers not scored: what matters is how they are drafted."""
-    settings = {
-        "name": "speculation",
-        "data": options.aime24,
-        "limit": options.limit,
-        "max_new_tokens": options.aime24_max_new_tokens,
-        "chat": options.chat,
-        "thinking": False,
-    }
-    (task,) = aime24.build(settings, target, seed=0, sampling=sampling).tasks
-    assert isinstance(task, Task)
-    sized = {row.id: length_bucket(_tokens(target, task.prompt(row))) for row in task.rows}
-    return replace(
-        task,
-        metric="acceptance",
-        judge=None,
-        written=None,
-        expected=lambda row: (),
+def _contest(rows: Sequence[Example], options: SpeculationSettings, target: Target) -> Task:
+    """AIME 2024, its solutions no longer than the target's window leaves."""
+    tokenizer, window = target.require_tokenizer(), target.info.max_positions
+    rows = rows[: options.limit]
+    texts = {row.id: CONTEST_TEMPLATE.format(**row.fields) for row in rows}
+    sized = {name: length_bucket(_tokens(target, text)) for name, text in texts.items()}
+    longest = max(
+        len(encode(tokenizer, text, chat=options.chat, max_tokens=window).ids) for text in texts.values()
+    )
+    room = window - longest - MARGIN
+    if room < 1:
+        raise ConfigError(
+            f"{CONTEST}: the target reads {window} tokens, its longest prompt leaves no room for an answer; "
+            "take a target with a longer window, or leave out the task"
+        )
+    return Task(
+        CONTEST,
+        tuple(rows),
+        CONTEST_TEMPLATE,
+        min(options.aime24_max_new_tokens, room),
+        "acceptance",
+        None,
+        chat=options.chat,
         facets_of=lambda row: {"length": sized[row.id]},
     )
+
+
+def problems(where: str) -> tuple[Example, ...]:
+    """The problems of a file or data set: rows with `problem` (or `question`) and `answer`.
+
+    Raises:
+        DataError: one of these is missing or of another type.
+    """
+    found = []
+    for number, row in enumerate(read_rows(where, "AIME 2024", {"answer": (str, int)}), 1):
+        problem = row.get("problem", row.get("question"))
+        if not isinstance(problem, str) or not problem.strip():
+            raise DataError(f"{where}, row {number}: field 'problem' (or 'question') must be a text")
+        answer = str(row["answer"]).strip().lstrip("0") or "0"
+        found.append(Example(str(row.get("id", number)), {"problem": problem, "answer": answer}))
+    return tuple(found)
 
 
 def _tokens(target: Target, text: str) -> int:

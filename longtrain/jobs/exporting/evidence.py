@@ -99,10 +99,10 @@ def _used(results: dict[str, Any], weights: str) -> bool:
 
 def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Measurement:
     """An evaluation as the card shows it; of folders of this machine only the last part is left."""
-    from longtrain.evaluation.reporting.board import board, rows_of
+    from longtrain.evaluation.reporting.comparisons import card_table
 
     made = _read(folder / "provenance.json") or {}
-    header, rows = board(results["scale"]["name"], rows_of(results, _read(folder / "timings.json")))
+    header, rows = card_table(results, _read(folder / "timings.json"))
     argv = without_folders(made.get("argv") or [])
     return Measurement(
         suite=str(results["suite"]),

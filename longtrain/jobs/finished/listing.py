@@ -45,7 +45,7 @@ def run(cfg: DictConfig) -> None:
             "longtrain +recipe=quickstart"
         )
         return
-    tables.say("more of one: longtrain inspect NAME, longtrain leaderboard NAME; elsewhere: home=FOLDER")
+    tables.say("more: longtrain inspect NAME, longtrain eval compare=[RUN,RUN]; elsewhere: home=FOLDER")
 
 
 def _newest(row: Row) -> str:

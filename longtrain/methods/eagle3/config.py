@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from longtrain.methods.feature_layers import feature_layers
-from longtrain.methods.views import FULL, views_of
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
 
 FORMATS = ("speculators", "flat")
@@ -50,8 +49,6 @@ class Config:
     qk_norm: bool = False  # RMSNorm on each head of q and k
     rms_norm_eps: NotNegative = 0.0  # 0: the target's
     rope: dict[str, Any] | None = None  # `rope_parameters` of transformers; null: the target's
-    views: list[Any] = field(default_factory=lambda: [FULL])  # of the target's cache, one drawn for each
-    # document: full, {policy: snapkv, budget: 0.2}, {cache: int4}; repeat one and it is drawn more often
     own_embeddings: bool = False  # an embedding table of the draft's own (imported drafts that trained one)
 
     def __post_init__(self) -> None:
@@ -64,7 +61,6 @@ class Config:
             raise wrong("method.sinks", self.sinks, "0 where method.window=0: every token is seen")
         if self.window and self.window <= self.depths:
             raise wrong("method.window", self.window, f"0, or more than method.depths={self.depths}")
-        views_of(self.views)
 
 
 def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:

@@ -24,15 +24,12 @@ from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
 from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.rope import ModuleRope
 from longtrain.methods.spec import Loss, Objective
-from longtrain.methods.viewed import viewed, views_for
-from longtrain.methods.views import draw, in_views
 from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
     from longtrain.methods.eagle3.config import Config
     from longtrain.methods.eagle3.modules import Eagle3Draft
-    from longtrain.methods.views import Drawn
     from longtrain.targets.model import Target
 
 
@@ -51,7 +48,6 @@ class _TestedRow:
     hidden: Mapping[int, Tensor]
     low: int
     high: int
-    drawn: Mapping[int, Drawn]
 
 
 class Eagle3Objective(Objective):
@@ -89,7 +85,6 @@ class Eagle3Objective(Objective):
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.rope = ModuleRope(config, target)
-        self.views = views_for(config.views, target)
         check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
@@ -99,8 +94,7 @@ class Eagle3Objective(Objective):
         `tau` is the mean, over rows that predict a label at depth 0, of 1 (the target's own token) and the
         depths that are right before the first wrong one. It is a little low: a row near its document's end
         has no labels at its later depths, and these add nothing. For example, a row with a label at depth 0
-        alone, which it guesses, counts 2, whatever `depths` is. With `method.views`, `in_views` is the share
-        of labels that are predicted from rows read over an evicted or quantised cache.
+        alone, which it guesses, counts 2, whatever `depths` is.
         """
         row = self._read(batch)
         device, depths, chunk = batch.ids_T.device, self.config.depths, self.config.chunk_tokens
@@ -121,31 +115,26 @@ class Eagle3Objective(Objective):
         figures = {"loss": (total.detach(), labels), "accuracy": (right, asked)}
         figures |= {f"acc/depth_{k}": (counts[0, k], counts[1, k]) for k in range(depths)}
         figures["tau"] = (counts[0].sum() + counts[1, 0], counts[1, 0])
-        if any(self.views):
-            viewed_labels = in_views(row.labels.token_Y, batch, row.drawn)
-            figures["in_views"] = (torch.full_like(labels, viewed_labels), labels)
         return Loss(total, tokens, figures)
 
     @torch.no_grad()
     def _read(self, batch: Batch) -> _TestedRow:
         """Draw offsets, find the labels and run the target over the row."""
         c, device = self.config, batch.ids_T.device
-        drawn = draw(self.views, batch)
-        offsets = offsets_of(c, self.target.info, batch, fixed=drawn)
+        offsets = offsets_of(c, self.target.info, batch)
         pos_T = packed_rows.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
         pos_T = pos_T.to(device, non_blocking=True)
         mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
-        cuts = [one.start for one in drawn.values()]
-        labels = labels_of(mask_T, batch.bounds, depths=c.depths, chunk_tokens=c.chunk_tokens, cuts=cuts)
+        labels = labels_of(mask_T, batch.bounds, depths=c.depths, chunk_tokens=c.chunk_tokens)
         low = high = 0
         if labels.ranges:
             low = max(a for a in batch.bounds if a <= labels.ranges[0][0])
             high = labels.ranges[-1][1]
         want = Want("none", hidden=(*self.module.layers, -1))
-        step, _ = viewed(self.target, batch, pos_T, want, drawn)
+        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
         after = (0, c.depths + 1)
         ids, pos = pad(batch.ids_T, after), pad(pos_T, after)
-        return _TestedRow(batch, ids, pos, labels, step.hidden, low, high, drawn)
+        return _TestedRow(batch, ids, pos, labels, step.hidden, low, high)
 
     def _chunk(
         self,

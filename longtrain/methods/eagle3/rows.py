@@ -56,7 +56,6 @@ def labels_of(
     *,
     depths: int,
     chunk_tokens: int,
-    cuts: Sequence[int] = (),
 ) -> Labels:
     """Find what is learned of a packed row.
 
@@ -65,16 +64,10 @@ def labels_of(
         bounds: document bounds.
         depths: J.
         chunk_tokens: most rows of a range; 0: one range.
-        cuts: the first row behind the prompt of each document that is read in a view. The target reads it
-            and all later rows over the view's cache. The row before a cut is the last of the prompt; it may
-            predict labels behind the cut, since the engine drafts from it after the prompt was evicted.
-            Earlier rows of the prompt may not: the engine drafts from them on the full cache alone. For
-            example, with a cut at row 6, row 5 predicts tokens 7, 8, ..., and row 4 predicts token 6 only.
     """
     token_Y = mask_T.nonzero()[:, 0]
-    firsts = sorted([(edge, edge) for edge in bounds] + [(cut + 1, cut - 1) for cut in cuts])
-    edges, starts = torch.tensor(firsts).T.contiguous()
-    start_Y = starts[torch.searchsorted(edges, token_Y, right=True) - 1]
+    edges = torch.tensor(bounds)
+    start_Y = edges[torch.searchsorted(edges, token_Y, right=True) - 1]
     row_JY = token_Y - 2 - torch.arange(depths)[:, None]
     wanted_T = torch.zeros(len(mask_T), dtype=torch.bool)
     wanted_T[row_JY[row_JY >= start_Y]] = True

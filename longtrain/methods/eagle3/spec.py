@@ -22,7 +22,6 @@ from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec, fitted
-from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -101,7 +100,6 @@ SPEC = MethodSpec(
     formats=FORMATS,
     attach=_attach,
     check_data=_check_data,
-    has_views=has_views,
     cost=MethodCost(training=training, cycle=cycle, suite="training"),
     from_data=from_data,
 )

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Optional
 
 from longtrain import methods
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.methods.views import FULL
 from longtrain.settings import Positive, check, made_by, read, wrong
 
 KINDS = {name: methods.config_class(name) for name in ("longspec", "eagle3", "lookaheadkv")}
@@ -93,10 +92,6 @@ class Config:
             raise ConfigError(
                 f"method.members leaves out every method; keep one or more of: {', '.join(KINDS)}"
             )
-        for name, settings in chosen.items():
-            if any(view != FULL for view in getattr(settings, "views", ())):
-                key, allowed = f"method.members.{name}.views", "[full]: a row is read once, for all members"
-                raise wrong(key, settings.views, allowed)
         self._check_offsets()
 
     def chosen(self) -> dict[str, Any]:

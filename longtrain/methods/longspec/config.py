@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from longtrain.errors import ConfigError
-from longtrain.methods.views import FULL, views_of
 
 LARGE_VOCABULARY = 32768
 """Tokens from which on a copy of the LM head in 4 bits is made by default."""
@@ -31,8 +29,6 @@ class Config:
     offset_max_doc_tokens: int = 0  # longer documents keep vanilla positions; 0: all documents are offset
     guard_every: int = 64  # one training micro-batch in N, on average (by its seed), checks the target's own
     # loss under offsets; 0: never
-    views: list[Any] = field(default_factory=lambda: [FULL])  # of the target's cache, one drawn for each
-    # document: full, {policy: snapkv, budget: 0.2}, {cache: int4}; repeat one and it is drawn more often
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
     head_bits: int = 0  # of the LM head that drafts read; 16: the target's own; 4: a copy in 4 bits, read in
     # a third of the time; 0: the copy for up to 16 rows on a GPU if the vocabulary has 32768 tokens or more
@@ -60,7 +56,6 @@ class Config:
                 f"method.shift_weights={weights}; allowed: [], or method.max_depth={self.max_depth} weights, "
                 "none negative and not all 0"
             )
-        views_of(self.views)
 
     def copies_head(self, vocab_size: int, *, faster: bool) -> bool:
         """Whether drafts have a copy of the LM head in 4 bits, `faster` where its kernel runs."""

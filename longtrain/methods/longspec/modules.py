@@ -6,7 +6,8 @@ H query heads, G KV heads, D head dim. `...` stands for any leading dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 
 from longtrain.kernels.attention.packed import packed_attention
 from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
-from longtrain.methods.longspec.spans import span_attention
 
 if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.indices import Chunk
-    from longtrain.methods.longspec.spans import Kept
     from longtrain.targets.info import TargetInfo
 
 
@@ -78,7 +77,6 @@ class LongSpecDraft(nn.Module):
         rope_RD: Rope,
         target_kv: tuple[Tensor, Tensor] | None,
         chunk: Chunk,
-        kept: Kept | None = None,
     ) -> Tensor:
         """The LM head's input for the rows of a chunk of one packed row.
 
@@ -87,7 +85,6 @@ class LongSpecDraft(nn.Module):
             rope_RD: the target's cos and sin at those rows' positions.
             target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None if nothing reads it.
             chunk: which keys each row sees.
-            kept: what the target's cache kept of documents that were read in a view.
 
         Returns: hidden_QE of rows `chunk.start..chunk.stop`.
         """
@@ -109,7 +106,9 @@ class LongSpecDraft(nn.Module):
 
         def read(q_QHD: Tensor) -> Tensor:
             assert target_kv is not None
-            return span_attention(q_QHD, target_kv, kept or {}, chunk, scale=self.scale)
+            k_XGD, v_XGD = (_rows(part_SGD, chunk.spans).to(q_QHD.dtype) for part_SGD in target_kv)
+            bounds = [0, *accumulate(b - a for a, b in chunk.spans)]
+            return packed_attention(q_QHD, k_XGD, v_XGD, chunk.queries, bounds, scale=self.scale)
 
         return self.after_own(embed_QE, mixed_QHD, rope_QD, read)
 
@@ -130,6 +129,12 @@ class LongSpecDraft(nn.Module):
             h = h + self.cross_attn.output(read(query))
         h = h + self.mlp(self.post_cross_attention_layernorm(h))
         return h if self.norm is None else self.norm(h)
+
+
+def _rows(x_SGD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Spans of rows, one after another; a single one is not copied."""
+    parts = [x_SGD[a:b] for a, b in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:

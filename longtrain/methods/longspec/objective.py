@@ -5,7 +5,7 @@ Shapes: T tokens of a packed row, W wanted rows (those that predict a label), J 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -26,23 +26,19 @@ from longtrain.losses import (
 from longtrain.methods.longspec import indices
 from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.spec import Loss, Objective
-from longtrain.methods.viewed import viewed, views_for
-from longtrain.methods.views import draw, in_views
 from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
-    from longtrain.methods.viewed import Seen
-    from longtrain.methods.views import Drawn
     from longtrain.targets.model import Target
     from longtrain.targets.step import PackedStep
 
 
 @dataclass(frozen=True)
 class _DraftRow:
-    """A batch with its drawn shifts and positions, what the target said about it, and documents in a view."""
+    """A batch with its drawn shifts and positions, and what the target said about it."""
 
     batch: Batch
     pos_T: Tensor
@@ -51,8 +47,6 @@ class _DraftRow:
     rows_W: Tensor
     chunks: Sequence[tuple[int, int]]
     step: PackedStep
-    drawn: Mapping[int, Drawn]
-    seen: Mapping[int, Seen]
 
 
 class LongSpecObjective(Objective):
@@ -82,15 +76,10 @@ class LongSpecObjective(Objective):
         self.module, self.target, self.config = module, target, config
         self.asks_target = config.anchor_offset and config.guard_every > 0
         self.kv_layer = config.kv_source_layer % target.info.n_layers
-        self.views = views_for(config.views, target)
         check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures.
-
-        With `method.views`, `in_views` is the share of labels that are predicted from rows read over an
-        evicted or quantised cache.
-        """
+        """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures."""
         row = self._read(batch)
         device, depths = batch.ids_T.device, self.config.max_depth if self.config.flash_noisy else 1
         hits_J = torch.zeros(depths, device=device)
@@ -117,9 +106,6 @@ class LongSpecObjective(Objective):
         count = torch.full((), tokens, device=device)
         figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
         figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
-        if any(self.views):
-            viewed_labels = in_views(row.rows_W + 1, batch, row.drawn)
-            figures["in_views"] = (torch.full_like(count, viewed_labels), count)
         if self.training and self.asks_target:
             figures["guard/target_ce_delta"] = self._guard(row)
         return Loss(total, tokens, figures)
@@ -128,8 +114,7 @@ class LongSpecObjective(Objective):
         """Draw shifts and offsets, and run the target over the row."""
         c, device = self.config, batch.ids_T.device
         lengths = [b - a for a, b in pairwise(batch.bounds)]
-        drawn = draw(self.views, batch)
-        offsets = offsets_of(c, self.target.info, batch, fixed=drawn)
+        offsets = offsets_of(c, self.target.info, batch)
         weights = list(c.shift_weights) or [1.0] * c.max_depth
         shifts = indices.draw_shifts(
             len(lengths), weights=weights if c.flash_noisy else [1.0], seed=batch.seed
@@ -139,30 +124,24 @@ class LongSpecObjective(Objective):
         )
         mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
         rows_W = mask_T.nonzero()[:, 0] - 1
-        if drawn:
-            rows_W = rows_W[indices.of_one_view(rows_W, [(one.start, shifts[d]) for d, one in drawn.items()])]
         depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
         ranges = packed_rows.cut(rows_W, c.chunk_tokens)
-        step, seen = self._target(batch, pos_T, drawn)
-        return _DraftRow(batch, pos_T, shifts, depth_T, rows_W, ranges, step, drawn, seen)
+        return _DraftRow(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
 
-    def _target(
-        self, batch: Batch, pos_T: Tensor, drawn: Mapping[int, Drawn]
-    ) -> tuple[PackedStep, dict[int, Seen]]:
+    def _target(self, batch: Batch, pos_T: Tensor) -> PackedStep:
         kl, layer = self.config.objective == "kl", self.kv_layer
         want = Want("none", (-1,) if kl else (), None if kl else layer, kv=(layer,))
-        return viewed(self.target, batch, pos_T, want, drawn)
+        return self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
 
     def _draft(self, row: _DraftRow, start: int, stop: int) -> Tensor:
         """The draft's LM-head input for rows start..stop."""
         bounds, layer = row.batch.bounds, self.kv_layer
-        chunk = indices.make_chunk(bounds, row.shifts, start, stop, window=self.module.window, seen=row.seen)
-        kept = {d: seen.old[layer] for d, seen in row.seen.items() if seen.old[layer]}
+        chunk = indices.make_chunk(bounds, row.shifts, start, stop, window=self.module.window)
         part = slice(chunk.halo, stop)
         with torch.no_grad():
             embed_RE = self.target.embed(row.batch.ids_T[part])
             cos_BRD, sin_BRD = self.target.rope(row.pos_T[None, part])
-        return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), row.step.kv[layer], chunk, kept)
+        return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), row.step.kv[layer], chunk)
 
     def _loss(self, row: _DraftRow, hidden_WE: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of these rows, and where the draft's argmax is right."""

@@ -21,7 +21,6 @@ from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec, fitted
-from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -139,7 +138,6 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
-    has_views=has_views,
     inference_keys=("head_bits",),
     golden_others=_other_heads,
     elsewhere={"vLLM": IN_VLLM},

@@ -16,7 +16,6 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConflictError
-from longtrain.kernels.lookup import NONE, extend, put
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
@@ -28,8 +27,15 @@ _SPARE = 4096
 """Least room for new tokens; beyond it the oldest are forgotten."""
 
 
+NONE = -1
+"""What a slot without a token holds."""
+
+
 class History:
-    """Texts in rings as `kernels.lookup` has them; everything is updated in place.
+    """The texts so far, from which continuations are copied; everything is updated in place.
+
+    A text is a ring of C slots, a power of two: position p lies in slot p mod C, at place W - 1 + p mod C of
+    the buffer, so that the W tokens up to each slot are a slice; -1 where there is no token.
 
     Args:
         batch: texts.
@@ -55,12 +61,46 @@ class History:
         self.tokens_BX[:, first : first + S] = tokens_BS.where(real_BS, NONE)
 
     def put(self, tokens_BT: Tensor, first_B: Tensor, n_B: Tensor) -> None:
-        """Write the first `n_B` of a step's tokens from position `first_B` on."""
-        put(self.tokens_BX, self.ngram, tokens_BT, first_B, n_B)
+        """Write the first `n_B` of some tokens from position `first_B` on, and -1 behind them."""
+        step_T = torch.arange(tokens_BT.shape[1], device=first_B.device)
+        at_BT = (first_B[:, None] + step_T) % self.slots + (self.ngram - 1)
+        tokens_BT = tokens_BT.where(step_T < n_B[:, None], NONE).to(self.tokens_BX.dtype)
+        self.tokens_BX.scatter_(1, at_BT, tokens_BT)
 
     def extend(self, root_B: Tensor, last_B: Tensor, count: int) -> Tensor:
-        """Append tokens at positions `last_B`, and copy `count` tokens behind each: tokens_BN."""
-        return extend(self.tokens_BX, self.ngram, root_B, last_B, count)
+        """Append a token to each text, and copy what followed the text's end where it stood before.
+
+        The place that agrees with the most of the text's last W tokens is taken, and the latest of such
+        places. A copy that reaches the end goes on with what was copied; where not even the last token
+        occurred before, that token is repeated. A match does not reach over the ring's seam; where its newest
+        token meets its oldest, one may be taken for longer.
+
+        Args:
+            root_B: the token, int64.
+            last_B: its position, int64.
+            count: tokens that are copied.
+
+        Returns: tokens_BN, the token and the copy, int64.
+        """
+        slots, device, last_B1 = self.slots, last_B.device, last_B[:, None]
+        self.put(root_B[:, None], last_B, torch.ones_like(last_B))
+        slot_B1 = last_B1 % slots
+        end_BW = self.tokens_BX.gather(1, slot_B1 + torch.arange(self.ngram, device=device))
+        end_BW = end_BW.where(end_BW != NONE, NONE - 1)  # what is not there is nowhere else either
+        # tokens that agree before each slot, from the newest back to the first that differs
+        matched_BC = torch.zeros(len(last_B), slots, dtype=torch.int64, device=device)
+        agrees_BC: Tensor | None = None
+        for w in reversed(range(self.ngram)):
+            same_BC = self.tokens_BX[:, w : w + slots] == end_BW[:, w : w + 1]
+            agrees_BC = same_BC if agrees_BC is None else agrees_BC & same_BC
+            matched_BC += agrees_BC
+        matched_BC.scatter_(1, slot_B1, 0)  # not the end itself
+        back_BC = (slot_B1 - torch.arange(slots, device=device)) % slots
+        best_B = (matched_BC * slots - back_BC).amax(1).clamp(min=0)
+        back_B1 = (-best_B % slots).clamp(min=1)[:, None]
+        pos_BT = last_B1 - back_B1 + 1 + torch.arange(count, device=device) % back_B1
+        copy_BT = self.tokens_BX.gather(1, pos_BT % slots + (self.ngram - 1)).long()
+        return torch.cat((root_B[:, None], copy_BT), 1)
 
 
 def _slots(longest: int) -> int:

@@ -24,16 +24,14 @@ def results(session):
     return session.finish().results
 
 
-@pytest.mark.parametrize(
-    ("heat", "judged", "fits"), [(0.0, False, False), (0.8, False, True), (0.0, True, True)]
-)
-def test_a_greedy_score_may_be_a_point_off_and_a_drawn_one_half_the_interval(heat, judged, fits):
+@pytest.mark.parametrize(("heat", "fits"), [(0.0, False), (0.8, True)])
+def test_a_greedy_score_may_be_a_point_off_and_a_drawn_one_half_the_interval(heat, fits):
     class Warm(Task):
         def temperature(self, example):
             return heat
 
     asked = suite(task())
-    asked = replace(asked, tasks=(Warm(**vars(asked.tasks[0])),), marker=object() if judged else None)
+    asked = replace(asked, tasks=(Warm(**vars(asked.tasks[0])),))
     entry = {"score": 40.0, "low": 30.0, "high": 50.0, "source": "home"}
     entry["protocol"] = {"decoding": {"temperature": 0.5}}
     assert recorded.compare(asked, entry, 40.9)["status"] == "equal"

@@ -420,63 +420,6 @@ def test_the_recorded_score_is_held_to(session, monkeypatch):
         session("fourth").work()
 
 
-class Judge:
-    """Gives every answer the same mark."""
-
-    def __init__(self, mark=0.5, away=()):
-        self.mark_, self.away, self.seen = mark, list(away), []
-
-    def settings(self):
-        return {"judge": "toy"}
-
-    def count(self, records):
-        return len(records)
-
-    def course(self):
-        return {}
-
-    def mark(self, records, suite, ledger, advance):
-        self.seen.append([record.system for record in records])
-        if self.away and self.away.pop(0):
-            raise LongtrainError("the judge is away")
-        return [record.marked(self.mark_, {"judgements": []}) for record in records]
-
-
-def judged(judge):
-    return replace(suite(task(examples=2, judge=None)), marker=judge)
-
-
-def test_a_judge_reads_the_full_cache_first_and_others_only_if_it_is_as_recorded(session, counted):
-    whole(session("first", judged(Judge()), record=True))
-    counted.prompts = 0
-    judge = Judge()
-    assert json.loads(whole(session("second", judged(judge)))[0])["baseline"]["status"] == "equal"
-    assert judge.seen == [["full"] * 2, ["full"] * 2, ["snapkv@40"] * 2] and counted.prompts == 4
-    counted.prompts = 0
-    harsh = Judge(0.1)
-    third = session("third", judged(harsh))
-    with pytest.raises(
-        LongtrainError, match=r"full cache scores 10\.00 in suite toy, and 50\.00 is recorded"
-    ):
-        third.work()
-    assert counted.prompts == 2 and harsh.seen == [["full"] * 2]
-    with pytest.raises(LongtrainError, match=r"full cache scores 10\.00"):
-        whole(session("first", judged(harsh)))
-    assert harsh.seen[1:] == [["full"] * 2]
-
-
-def test_with_the_judge_away_every_answer_is_there_and_the_comparison_comes_later(session, caplog):
-    whole(session("first", judged(Judge()), record=True))
-    judge = Judge(away=[True, True, False, False])
-    made = session("second", judged(judge))
-    made.work()
-    assert "the judge is away; the recorded score is compared at the end" in caplog.text
-    assert not made.missing()
-    with pytest.raises(LongtrainError, match="the judge is away"):
-        made.finish()
-    assert made.finish().results["baseline"]["status"] == "equal"
-
-
 def test_a_lost_chat_template_is_told_before_anything_runs(session, target, monkeypatch, counted):
     asked = suite(task(chat=False))
     whole(session("first", asked, record=True))

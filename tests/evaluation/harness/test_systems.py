@@ -239,23 +239,21 @@ def test_what_cannot_be_is_refused(build, entries, settings, error, message):
 
 def test_systems_that_name_a_cache(wide):
     builder = Builder(wide, [], [CHAIN], {}.__getitem__)
-    chosen = {"cache": {"name": "rounded", "keys": "token", "values": "channel", "bits": 4, "split": "floor"}}
+    chosen = {"cache": {"name": "int4", "split": "rtn"}}
     quantspec = {"method": "quantspec", "drafted": [2, 1]}
     found = builder.systems([{"cache": "int8"}, {"cache": "int4", "label": "half"}, chosen, quantspec])
     assert [system.name for system in found[1:4]] == [
         "int8",
         "half",
-        "rounded keys=token values=channel bits=4 split=floor",
+        "int4 split=rtn",
     ]
     assert {system.kind for system in found[1:4]} == {"cache"}
     kinds = [type(system.parts.cache(1, 8, 1)).__name__ for system in found[1:4]]
-    assert kinds == ["HierarchicalCache", "UpperHalfCache", "RoundedCache"]
+    assert kinds == ["HierarchicalCache", "UpperHalfCache", "UpperHalfCache"]
     assert found[1].facts["cache"] == {"name": "int8", "split": "floor"}
     assert [system.name for system in found[4:]] == ["quantspec chain 2", "quantspec chain 1"]
     assert [system.lossless_of for system in found[4:]] == ["int8", "int8"]  # the very cache it drafts for
-    with pytest.raises(
-        ConfigError, match=r"unknown cache 'int2'; known: int8, int4, elastic, rounded, engine"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown cache 'int2'; known: int8, int4, elastic"):
         builder.systems([{"cache": "int2"}])
     with pytest.raises(ConfigError, match=r"cache int8\.split=half; allowed: floor, rtn"):
         builder.systems([{"cache": {"name": "int8", "split": "half"}}])

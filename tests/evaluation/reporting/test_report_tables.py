@@ -4,6 +4,7 @@ import re
 import pytest
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.reporting.comparisons import card_table
 from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, headline, pictures
 from longtrain.evaluation.reporting.tables import difference, summary, table
 from longtrain.tables import escaped
@@ -130,3 +131,18 @@ def test_an_acceptance_length_has_one_interval(made):
     assert "τ" in summary(made.results)[0] and "τ" not in header and len(rows) == len(made.systems)
     again = "## Acceptance length τ by task"
     assert again in table(made.results) and again not in table(results)
+
+
+def test_a_card_has_scores_by_prompt_length_and_the_range_of_speeds(made):
+    name = made.results["systems"][-1]["name"]
+    timings = {"speed": [{"figures": {"full": {"ratio": 1.0}, name: {"ratio": 1 + i / 2}}} for i in (1, 2)]}
+    header, rows = card_table(made.results, timings)
+    assert header == [
+        *("system", "score", "vs full", "at 1k", "at 2k", "at 4k", "at 8k"), "τ", "accepted", "speed",
+    ]  # fmt: skip
+    assert [row[0] for row in rows] == [system["name"] for system in made.results["systems"]]
+    assert rows[0][-1] == "1.00 ×" and rows[-1][-1] == "1.50 to 2.00 ×" and rows[1][-1] == "-"
+    facets = made.results["systems"][1]["facets"]
+    at = {one["value"]: one["score"] for one in facets if one["facet"] == "length"}
+    assert rows[1][3].startswith(f"{at[1024]['value']:.2f} [")
+    assert "speed" not in card_table(made.results, None)[0]

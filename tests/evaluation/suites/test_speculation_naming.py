@@ -10,7 +10,7 @@ from byte_target import byte_target
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.suites import aime24, documents, speculation
+from longtrain.evaluation.suites import documents, speculation
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,12 @@ def build(target, settings_of, tmp_path, monkeypatch):
     known = replace(
         speculation.PUBLISHED,
         tasks={**dict.fromkeys(speculation.LONG, 2), "aime24": 30},
-        sha256={"aime24": aime24.fingerprint(aime24.problems(str(problems)))},
+        sha256={"aime24": speculation.fingerprint(speculation.problems(str(problems)))},
         settings={**speculation.PUBLISHED.settings, **short},
     )
     monkeypatch.setattr(speculation, "PUBLISHED", known)
-    own = {"data": str(tmp_path), "aime24": str(problems), "max_new_tokens": 12, "aime24_max_new_tokens": 10}
+    own = {"data": str(tmp_path), "aime24": str(problems), "lengths": None}
+    own |= {"max_new_tokens": 12, "aime24_max_new_tokens": 10}
 
     def make(**changed):
         settings = settings_of("speculation", **{**own, "min_prompt_tokens": 400, **changed})
@@ -73,27 +74,27 @@ def test_documents_are_quantspecs_or_a_variant(target, settings_of, monkeypatch)
     monkeypatch.setattr(
         documents.corpora, "texts", lambda *_, **__: iter([(f"{i}", "abc " * 3000) for i in range(11)])
     )
-    monkeypatch.setitem(
-        documents.CORPORA, "pg19", documents.Corpus("Acceptance on PG-19", "pg19_test", (1024,), 9)
-    )
+    for name, like in (("pg19", "pg19_test"), ("infbench_sum", "infbench_sum")):
+        corpus = documents.Corpus(f"Acceptance on {name}", like, (1024,), 9)
+        monkeypatch.setitem(documents.CORPORA, name, corpus)
 
     def found(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
-        settings = settings_of("pg19", **{"lengths": [1024], "skip_tokens": 9, **changed})
-        return documents.build(settings, target, seed=0, sampling=sampling).summary({})
+        settings = settings_of("speculation", **{"tasks": ["pg19"], "lengths": None, **changed})
+        return speculation.build(settings, target, seed=0, sampling=sampling).summary({})
 
-    assert (found().title, len(found().notes)) == ("Acceptance on PG-19", 1)
+    assert (found().title, len(found().notes)) == ("Acceptance on pg19", 1)
     assert found(Sampling(0.5)).notes[-1] == "sampled (temperature 0.5), not greedy"
-    changed = {"data": "books", "lengths": [1000, 1024], "prompts": 3, "skip_tokens": 0, "max_new_tokens": 8}
-    variant = found(**changed, ignore_eos=False, chat=True)
-    assert (variant.title, variant.notes[:7]) == (
-        "Variant of Acceptance on PG-19",
+    both = found(tasks=["pg19", "infbench_sum"])
+    assert (both.title, len(both.notes)) == ("Acceptance on long documents", 1)
+    changed = {"documents": "books", "lengths": [1000, 1024], "limit": 3, "documents_max_new_tokens": 8}
+    variant = found(**changed, ignore_eos=False)
+    assert (variant.title, variant.notes[:5]) == (
+        "Variant of Acceptance on pg19",
         (
             "lengths that are not published: 1000",
-            "suite.data=books instead of pg19_test",
-            "suite.prompts=3 instead of 11",
-            "suite.skip_tokens=0 instead of 9",
-            "suite.max_new_tokens=8 instead of 90",
+            "suite.documents=books instead of null",
+            "suite.limit=3 instead of null",
+            "suite.documents_max_new_tokens=8 instead of 90",
             "suite.ignore_eos=false instead of true",
-            "suite.chat=true instead of false",
         ),
     )

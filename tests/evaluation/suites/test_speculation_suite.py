@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,24 +26,19 @@ from longtrain.systems import FULL_CACHE, System
 
 SETTINGS = {
     "name": "speculation",
-    "tasks": [],
+    "tasks": [*speculation.LONG, "aime24"],
+    "documents": None,
+    "lengths": None,
     "limit": None,
     "min_prompt_tokens": 400,
     "max_prompt_tokens": None,
     "max_new_tokens": 12,
     "aime24_max_new_tokens": 10,
+    "documents_max_new_tokens": 8,
     "ignore_eos": True,
     "chat": True,
 }
-DOCUMENTS = {
-    "name": "multi_lexsum",
-    "lengths": [600, "1k"],
-    "prompts": 2,
-    "skip_tokens": 0,
-    "max_new_tokens": 8,
-    "ignore_eos": True,
-    "chat": False,
-}
+DOCUMENTS = {"tasks": ["multi_lexsum"], "lengths": [600, "1k"], "limit": 2}
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +210,9 @@ def test_wrong_settings_are_named(target, data, settings, error, message):
 
 
 def test_settings_are_those_of_the_configuration(settings_of):
-    """A key that the suites did not read, or read and nobody can set, would be a promise not kept."""
+    """A key that the suite did not read, or read and nobody can set, would be a promise not kept."""
     run = {"batch", "speed_prompts", "speed_batch"}
     assert set(settings_of("speculation")) == {*SETTINGS, "data", "aime24", *run}
-    for name in documents.CORPORA:
-        assert set(settings_of(name)) == {*DOCUMENTS, "data", *run}
 
 
 @pytest.fixture
@@ -231,7 +225,7 @@ def lawsuits(tmp_path):
 
 
 def corpus(target, path, **changes):
-    return documents.build({**DOCUMENTS, "data": str(path), **changes}, target, seed=0, sampling=Sampling())
+    return build(target, path.parent, **{**DOCUMENTS, "documents": str(path), **changes})
 
 
 def test_documents_fill_prompts_of_the_stated_length(target, lawsuits):
@@ -254,25 +248,37 @@ def test_documents_fill_prompts_of_the_stated_length(target, lawsuits):
     two = target.tokenizer.decode(task.encode(rows[2], target.tokenizer, max_tokens=9).ids)
     assert "Legal documents:\n" + "c" * 600 + "\n\nd" in two
     assert two.endswith("d\n\nNow please summarize the case. Summary:")  # where the prompt is full
-    assert suite.name == "multi_lexsum" and "8 new tokens, the end of text ignored" in suite.summary({}).notes
-
-
-def test_a_chat_template_goes_around_the_whole_prompt(target, lawsuits):
-    (task,) = corpus(target, lawsuits, chat=True).tasks
-    ids = task.encode(next(task.examples()), target.tokenizer, max_tokens=9).ids
-    text = target.tokenizer.decode(ids)
-    assert len(ids) == 600 and text.startswith("[user]You are given")
-    assert text.endswith("Summary:[assistant]")
+    found = suite.summary({})
+    assert "documents with answers of 8 tokens, the end of text ignored" in found.notes
+    assert found.title == "Variant of Acceptance on Multi-LexSum"
 
 
 def test_books_are_gone_on_with_after_their_first_pages(target, tmp_path):
-    (tmp_path / "book.txt").write_text("t" * 300 + "b" * 1000)
-    changes = {"name": "pg19", "lengths": [512], "skip_tokens": 300, "prompts": 1}
-    (task,) = corpus(target, tmp_path, **changes).tasks
+    (tmp_path / "book.txt").write_text("t" * 8000 + "b" * 1000)
+    suite = corpus(target, tmp_path / "book.txt", tasks=["pg19"], lengths=[512], limit=1)
+    (task,) = suite.tasks
     ids = task.encode(next(task.examples()), target.tokenizer, max_tokens=9).ids
     assert target.tokenizer.decode(ids[1:]) == "b" * 511
-    other = corpus(target, tmp_path, **{**changes, "skip_tokens": 299}).tasks[0]
-    assert task.settings() != other.settings()
+    assert task.settings()["protocol"] == {"lengths": [512], "skip_tokens": 8000}
+
+
+def test_without_lengths_documents_have_quantspecs_that_fit(target, tmp_path, monkeypatch):
+    book = documents.CORPORA["pg19"]
+    monkeypatch.setitem(documents.CORPORA, "pg19", replace(book, lengths=(1024, 2040, 2041)))
+    (tmp_path / "book.txt").write_text("t" * 11000)
+    suite = corpus(target, tmp_path / "book.txt", tasks=["pg19"], lengths=None)
+    assert [row.fields["length"] for row in suite.tasks[0].examples()] == [1024, 2040]
+    monkeypatch.setitem(documents.CORPORA, "pg19", replace(book, lengths=(2041,)))
+    with pytest.raises(ConfigError, match="allowed: up to 2040 beside 8 new tokens"):
+        corpus(target, tmp_path / "book.txt", tasks=["pg19"], lengths=None)
+
+
+def test_both_papers_tasks_in_one_run_are_a_variant(target, data, lawsuits):
+    suite = build(target, data, **{**DOCUMENTS, "tasks": ["lcc", "multi_lexsum"], "documents": str(lawsuits)})
+    assert [task.name for task in suite.tasks] == ["lcc", "multi_lexsum"]
+    found = suite.summary({})
+    assert found.title == f"Variant of {speculation.PUBLISHED.title}"
+    assert "tasks of LongSpec and of QuantSpec together" in found.notes
 
 
 def test_documents_are_run_and_timed_by_length(target, lawsuits, systems):
@@ -290,10 +296,14 @@ def test_documents_are_run_and_timed_by_length(target, lawsuits, systems):
     ("settings", "error", "message"),
     [
         ({"lengths": [600, 2045]}, ConfigError, "allowed: up to 2040 beside 8 new tokens"),
-        ({"lengths": [600, 1900], "prompts": 3}, None, "2 of 3 prompts at 1900 tokens"),
-        ({"data": "/no/where"}, ConfigError, "no text at /no/where"),
-        ({"name": "pg20"}, ConfigError, "suite.name=pg20; allowed: pg19"),
-        ({"prompts": 0}, ConfigError, "suite.prompts=0"),
+        ({"lengths": [600, 1900], "limit": 3}, None, "2 of 3 prompts of multi_lexsum at 1900 tokens"),
+        ({"documents": "/no/where"}, ConfigError, "no text at /no/where"),
+        (
+            {"documents_max_new_tokens": 1},
+            ConfigError,
+            "suite.documents_max_new_tokens=1; allowed: 2 or more",
+        ),
+        ({"limit": 0}, ConfigError, "suite.limit=0"),
     ],
 )
 def test_lengths_and_text_are_checked(target, lawsuits, settings, error, message):

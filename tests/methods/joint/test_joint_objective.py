@@ -198,10 +198,6 @@ def test_wants_together():
         ({"members": {"eagle3": {"window": 5}}}, "method.members.eagle3.window=5; allowed: 0, or more than"),
         ({"members": {"eagle3": {"window": -5}}}, "method.members.eagle3.window=-5; allowed: a whole number"),
         (
-            {"members": {"eagle3": {"views": [{"cache": "int4"}]}}},
-            "eagle3.views=[{'cache': 'int4'}]; allowed: [full]",
-        ),
-        (
             {"members": {"eagle3": "x"}},
             "method.members.eagle3=x; allowed: a mapping of keys to values, or null",
         ),

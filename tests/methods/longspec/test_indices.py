@@ -49,8 +49,8 @@ def test_every_chunk_sees_exactly_the_definition(case):
         chunk = indices.make_chunk(bounds, shifts, start, stop, window=window)
         assert start - window <= chunk.halo <= start
         assert chunk.own_k[-1] == stop - chunk.halo
-        rows = [k for span in chunk.spans for k in range(span.start, span.stop)]
-        cross_k = [0, *accumulate(span.stop - span.start for span in chunk.spans)]
+        rows = [k for a, b in chunk.spans for k in range(a, b)]
+        cross_k = [0, *accumulate(b - a for a, b in chunk.spans)]
         got_cross |= {(start + q, rows[k]) for q, k in seen(chunk.queries, cross_k)}
         got_own |= {(start + q, chunk.halo + k) for q, k in seen(chunk.queries, chunk.own_k, window)}
     assert got_cross == want_cross

@@ -41,8 +41,7 @@ function outputCell(name, output, reference) {
   return el("div", {},
     el("div", { class: "who" }, systemLabel(name), el("span", { class: "score", title: scaleName }, shown)),
     output.texts.map((text, turn) => [output.texts.length > 1 && el("p", { class: "turn" }, `turn ${turn + 1}`), outputText(text, reference?.texts[turn])]),
-    output.texts.length > 0 && el("p", { class: "turn" }, [plural(output.output_tokens, "token"), tau].filter(Boolean).join(" \u00b7 ")),
-    output.marks && el("details", { class: "deep small" }, el("summary", { class: "soft" }, "what the judge said"), el("pre", {}, visible(JSON.stringify(output.marks, null, 1)))));
+    output.texts.length > 0 && el("p", { class: "turn" }, [plural(output.output_tokens, "token"), tau].filter(Boolean).join(" \u00b7 ")));
 }
 
 function exampleCard(one, chosen) {
