@@ -140,7 +140,7 @@ def apply_template(
 
 
 def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
-    """What `apply_chat_template` gives: a text, or what is read of its tokens in arrays, which are sent fast."""
+    """What `apply_chat_template` gives: a text, or what is read of its tokens in arrays, sent fast."""
     found = tokenizer.apply_chat_template(messages, **options)
     if not isinstance(found, Mapping):
         return found
