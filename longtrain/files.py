@@ -33,6 +33,8 @@ KINDS = {
     stat.S_ISBLK: "a device",
 }
 """Test of a mode -> what it is, where it is no regular file."""
+CHECKSUM = "sha256"
+"""The key of a JSON file that holds the checksum of all its others."""
 UTF8 = "utf-8-sig"
 """How text of the user's is read: UTF-8, without the byte order mark that some editors put before it."""
 
@@ -171,6 +173,28 @@ def read_json(path: Path) -> Any:
         ValueError: see `parse_json`.
     """
     return parse_json(read_bytes(path, most=LARGEST_TEXT))
+
+
+def sealed(values: Mapping[str, Any]) -> bytes:
+    """A JSON file that holds the checksum of its own content."""
+    content = json.loads(json.dumps(values, default=str))
+    content.pop(CHECKSUM, None)
+    return (json.dumps({**content, CHECKSUM: json_sha256(content)}, indent=2) + "\n").encode()
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content of a file that `sealed` made.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file, or was changed since.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or CHECKSUM not in content:
+        raise ValueError("it has no checksum of its own content")
+    if content.pop(CHECKSUM) != json_sha256(content):
+        raise ValueError("it was changed since it was written (the checksum of its content differs)")
+    return content
 
 
 def impossible_number(value: Any, key: str = "") -> str:

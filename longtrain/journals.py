@@ -137,6 +137,14 @@ def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[i
         raise DataError(f"{path} cannot be read: {error.strerror}; {advice}") from None
 
 
+def unchecked(folder: Path) -> list[str]:
+    """Journals below a folder that this process has read although their lines have no checksums.
+
+    What is made from them says so, since nothing shows whether they were edited.
+    """
+    return sorted(str(path) for path in _old if folder in path.parents)
+
+
 def _values(line: bytes) -> tuple[dict[str, Any], bool]:
     """The values of a line, and whether it has a checksum.
 

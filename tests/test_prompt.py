@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
+from longtrain.files import lock
 from longtrain.jobs import JOBS, KEPT
 from longtrain.prompt.completion import SHELLS, offered
 from longtrain.prompt.explain import explain
@@ -495,12 +496,37 @@ def test_method_keys_beside_an_artifact_are_its_own(
     assert run("generate", *words, "method.window=32").returncode == 0
 
 
-@pytest.mark.parametrize(("name", "says"), [("a/b", "is a place in the artifact"), ("c", "is a file")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a/b", "is a place in the artifact"),
+        ("c", "is a file"),
+        ("d", "it holds thesis.tex"),
+    ],
+)
 def test_a_place_where_nothing_can_be_exported_is_told_before_training(
     name: str, says: str, tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "checkpoints/a").mkdir(parents=True)
     (tmp_path / "checkpoints/a/longtrain.json").write_text("{}")
     (tmp_path / "checkpoints/c").write_text("")
+    (tmp_path / "checkpoints/d").mkdir()
+    (tmp_path / "checkpoints/d/thesis.tex").write_text("years of work")
     done = run("train,export", "+recipe=longspec_tiny", f"name={name}", f"home={tmp_path}", "dry_run=true")
     assert done.returncode == 1 and says in done.stderr
+
+
+def test_a_member_of_joint_training_replaces_nothing_else_either(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "checkpoints/x/lookaheadkv").mkdir(parents=True)
+    (tmp_path / "checkpoints/x/lookaheadkv/thesis.tex").write_text("years of work")
+    done = run("train,export", "+recipe=joint_tiny", "name=x", f"home={tmp_path}", "dry_run=true")
+    assert done.returncode == 1 and "lookaheadkv exists and is not replaced by an artifact" in done.stderr
+
+
+def test_a_name_that_is_being_trained_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    with lock(tmp_path / "runs/x/.train.lock"):
+        words = ["train", "+recipe=longspec_tiny", "name=x", f"home={tmp_path}"]
+        done = alone(words, "torch", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "name=x is being trained by another process" in done.stderr
+    assert [path.name for path in (tmp_path / "runs/x").iterdir()] == [".train.lock"]

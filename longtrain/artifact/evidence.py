@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from longtrain.artifact.stored import read_sealed, sealed
 from longtrain.errors import ArtifactError
+from longtrain.files import read_sealed, sealed
 from longtrain.settings import from_file
 
 EVIDENCE = "evidence.json"

@@ -32,21 +32,19 @@ from longtrain.artifact.stored import (
     KINDS,
     check_copies,
     compare_names,
-    kind_of_folder,
     local_target,
     read_golden,
     read_manifest,
     read_tensors,
     refuse_missing_keys,
     refuse_not_finite,
-    sealed,
 )
 from longtrain.artifact.verification import ADVICE, Verification, refuse
 from longtrain.artifact.written import CARD, MODEL, card_of, files_of
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
-from longtrain.files import write_files
-from longtrain.folders import replaced_folder
+from longtrain.files import sealed, write_files
+from longtrain.folders import artifact_kind, replaced_folder
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch
@@ -264,7 +262,7 @@ class Artifact:
         """
         folder = Path(folder)
         files = files_of(self, folder.name)
-        with replaced_folder(folder, kind_of_folder(folder, (*FILES, *files))) as fresh:
+        with replaced_folder(folder, artifact_kind(folder, files)) as fresh:
             write_files(fresh, files)
         return folder
 

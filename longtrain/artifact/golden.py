@@ -7,6 +7,10 @@ Three things are asked, so that a small fault does not hide behind the rounding 
 2. the target at hand, in its own dtype: does it give the stored tensors;
 3. both together in that dtype, through the very code that decodes: do they give the stored outputs, roughly.
 
+Where the outputs are scores, what is chosen by them is stored too: the tokens that stay or that are read, for
+every layer and KV head. A load chooses anew by the *stored* scores, so that rounding has no part in it and
+not one entry may differ.
+
 How far a half-precision target may be off in 2 and 3 is measured, not assumed: the noise of each tensor is
 its distance from what the same target and module give in fp32 (`WideTarget`). It is stored at export, and a
 load allows `MULTIPLE` times as much.
@@ -83,6 +87,8 @@ class Golden(ABC):
     """Names of the stored tensors that are no inputs."""
     ids: ClassVar[tuple[str, ...]] = ("ids_T",)
     """The names among them of what holds tokens; all other tensors hold floating-point numbers."""
+    choice: ClassVar[str] = ""
+    """The name among them of what is chosen by the stored scores; empty: the outputs are no scores."""
     pattern: ClassVar[str] = ""
     """What names of inputs look like."""
 
@@ -113,7 +119,8 @@ class Golden(ABC):
             if asked.dtype in HALF:
                 wide = asked._on_target(attach, WideTarget(target))
                 noise = asked._noise(found, [wide, *(asked._on_target(other, target) for other in others)])
-            return replace(asked._filled(asked._on_stored(attach, target), wide[0]), noise=noise)
+            made = replace(asked._filled(asked._on_stored(attach, target), wide[0]), noise=noise)
+            return made._with_choice(attach, target)
 
     @classmethod
     @abstractmethod
@@ -188,6 +195,7 @@ class Golden(ABC):
             return [
                 self._strictly(attach, target),
                 *self._in_fp32(attach, target),
+                *self._choosing(attach, target),
                 *self._loosely(attach, target),
             ]
 
@@ -195,12 +203,33 @@ class Golden(ABC):
         """The module in fp32 on stored inputs; the furthest output counts."""
         limit = STRICT if self.dtype == dtype_name(target.dtype) else ROUNDED
         what = f"the {self.who} in fp32 on stored inputs"
-        distances = self._distances(what, self._asked(attach, target), self._expected()[0])
+        got = self._asked(lambda: self._on_stored(attach, target))
+        distances = self._distances(what, got, self._expected()[0])
         return Check(what, as_number(distances.max()), limit)
 
     def _in_fp32(self, attach: Attach, target: Target) -> list[Check]:
         """Further comparisons in fp32, where stored inputs do not reach the whole module."""
         return []
+
+    def _with_choice(self, attach: Attach, target: Target) -> Self:
+        """With what is chosen by the scores that it holds."""
+        if not self.choice:
+            return self
+        chosen: dict[str, Any] = {self.choice: self._chosen(attach(target), target)}
+        return replace(self, **chosen)
+
+    def _choosing(self, attach: Attach, target: Target) -> Iterator[Check]:
+        """What is chosen by the stored scores; the error is the share of entries that differ."""
+        if not self.choice:
+            return
+        got, want = self._asked(lambda: self._chosen(attach(target), target)), self._own()[self.choice]
+        what = f"what the {self.who} chooses by stored scores"
+        self._check_same_shape(what, got, want)
+        yield Check(what, float((got != want).double().mean()), 0.0)
+
+    def _chosen(self, parts: Parts, target: Target) -> Tensor:
+        """What a module's parts choose by the stored scores (`choice`), on the CPU."""
+        raise NotImplementedError
 
     def _loosely(self, attach: Attach, target: Target) -> Iterator[Check]:
         """The target at hand, and the module with it, in the target's dtype; outputs count on average."""
@@ -238,10 +267,10 @@ class Golden(ABC):
         }
         return {**noise, OUTPUTS: max(_average(self._distance(native, other)) for other, _ in others)}
 
-    def _asked(self, attach: Attach, target: Target) -> Tensor:
-        """The outputs on stored inputs; what cannot be computed at all is told as a damaged artifact."""
+    def _asked(self, ask: Callable[[], Tensor]) -> Tensor:
+        """What the module makes of stored tensors; where that fails, the artifact is damaged."""
         try:
-            return self._on_stored(attach, target)
+            return ask()
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             if type(error).__name__ == "OutOfMemoryError":
                 raise
@@ -287,6 +316,8 @@ class Golden(ABC):
         wrong = ""
         if tensor.dim() == 0 or tensor.numel() == 0 or (wanted is not None and tensor.dim() != wanted):
             wrong = f"is of shape {tuple(tensor.shape)}"
+        elif name == cls.choice:
+            wrong = "" if not tensor.is_floating_point() else f"is of type {dtype_name(tensor.dtype)}"
         elif name in cls.ids and (tensor.dtype != torch.int64 or bool((tensor < 0).any())):
             wrong = f"is no row of tokens ({dtype_name(tensor.dtype)}, or negative ones)"
         elif name not in cls.ids and dtype_name(tensor.dtype) not in FLOOR:
@@ -315,19 +346,23 @@ class Golden(ABC):
                 raise ArtifactError(
                     f"golden input {name} is {tuple(tensor.shape)}, not [{shown}]; export again"
                 )
-        highest = int(max(part.max() for part in self._own().values() if not part.is_floating_point()))
+        own = self._own()
+        highest = max(int(own[name].max()) for name in self.ids)
         if highest >= info.vocab_size:
             raise ArtifactError(
                 f"golden tokens reach {highest}, the vocabulary is {info.vocab_size}; export again"
             )
 
     def _distances(self, what: str, got: Tensor, want: Tensor) -> Tensor:
+        self._check_same_shape(what, got, want)
+        return self._distance(got, want)
+
+    def _check_same_shape(self, what: str, got: Tensor, want: Tensor) -> None:
         if got.shape != want.shape:
             raise ArtifactError(
                 f"golden {self.outputs} are {tuple(want.shape)}, {what} gives {tuple(got.shape)}; "
                 "export it again"
             )
-        return self._distance(got, want)
 
 
 def fixed_prompt(vocab_size: int, tokens: int, gen: torch.Generator) -> Tensor:

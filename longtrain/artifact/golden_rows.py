@@ -1,6 +1,7 @@
 """Golden outputs of a selector: the scores that it gives the rows of a fixed prompt.
 
-Shapes: T prompt tokens and a root, S = T - 1 rows, X sets, E hidden dim, B batch (1).
+Shapes: T prompt tokens and a root, S = T - 1 rows, X sets, E hidden dim, B batch (1), L layers, G KV heads,
+K tokens of a set.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from longtrain.artifact.golden import PERIOD, Attach, Golden, dtype_name, fixed_prompt
 from longtrain.artifact.wide import WideTarget
+from longtrain.cache.row_sets import RowSets
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.retrieval.selector import Selector
+from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.targets.step import Rows, TargetStep, Want
 
@@ -35,13 +38,16 @@ class RowGolden(Golden):
     Args:
         ids_T: the prompt, int64; the last token is the root of a step.
         scores_XS: from the selector in fp32.
+        read_LGK: the tokens that each KV head of each layer reads, chosen by `scores_XS`, int64.
     """
 
     ids_T: Tensor
     scores_XS: Tensor
+    read_LGK: Tensor
     who: ClassVar[str] = "selector"
     outputs: ClassVar[str] = "scores"
-    own: ClassVar[tuple[str, ...]] = ("ids_T", "scores_XS")
+    own: ClassVar[tuple[str, ...]] = ("ids_T", "scores_XS", "read_LGK")
+    choice: ClassVar[str] = "read_LGK"
     pattern: ClassVar[str] = r"hidden_-?\d+|[kq]_\d+"
 
     @classmethod
@@ -49,7 +55,7 @@ class RowGolden(Golden):
         gen = torch.Generator().manual_seed(0)
         tokens = min(max(PERIOD, tokens), target.info.max_positions // 2)
         ids_T = fixed_prompt(target.info.vocab_size, tokens + 1, gen)
-        return cls({}, dtype_name(target.dtype), {}, ids_T, torch.zeros(0))
+        return cls({}, dtype_name(target.dtype), {}, ids_T, torch.zeros(0), torch.zeros(0))
 
     def _filled(self, on_stored: Tensor, on_target: Tensor) -> Self:
         return replace(self, scores_XS=on_stored)
@@ -58,12 +64,12 @@ class RowGolden(Golden):
     def _made_of(
         cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str, noise: dict[str, float]
     ) -> Self:
-        ids_T, scores_XS = own.values()
+        ids_T, scores_XS, read_LGK = own.values()
         rows = {len(tensor) for name, tensor in inputs.items() if name[0] != "q"}
         lengths = rows | {scores_XS.shape[-1]}
         if ids_T.dim() != 1 or lengths != {len(ids_T) - 1} or scores_XS.dim() != 2:
             raise cls._unfitting(prompt=tuple(ids_T.shape), scores=tuple(scores_XS.shape))
-        return cls(inputs, dtype, noise, ids_T, scores_XS)
+        return cls(inputs, dtype, noise, ids_T, scores_XS, read_LGK)
 
     def _own(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.own}
@@ -76,6 +82,17 @@ class RowGolden(Golden):
 
     def _on_target(self, attach: Attach, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         return _native(_selector(attach, target), target, self.ids_T)
+
+    def _chosen(self, parts: Parts, target: Target) -> Tensor:
+        selector, (X, S), info = parts.selector, self.scores_XS.shape, target.info
+        assert selector is not None
+        table_LG = selector.table_LG
+        if table_LG is None:  # each KV head of each layer has a set of its own
+            table_LG = torch.arange(info.n_layers * info.n_kv_heads).view(info.n_layers, -1)
+        sets = RowSets(selector.budget, 1, X, torch.device("cpu"))
+        sets.open(torch.tensor([S]))
+        sets.put(self.scores_XS[None])
+        return sets.idx_BXK[0, table_LG.cpu()]
 
     @staticmethod
     def _distance(got: Tensor, want: Tensor) -> Tensor:

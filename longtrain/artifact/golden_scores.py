@@ -2,14 +2,16 @@
 
 Stored are the first layers alone: the evictor in fp32 is asked as if the target had no more of them.
 
-Shapes: T prompt tokens, L layers, F first layers, B batch (1), H query heads, G KV heads, K head dim.
+Shapes: T prompt tokens, S tokens of `REPEATED` times the prompt, L layers, F first layers, B batch (1),
+H query heads, G KV heads, K head dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from longtrain.artifact.golden import (
 from longtrain.artifact.verification import Check
 from longtrain.artifact.wide import WideTarget
 from longtrain.cache.dense import DenseCache
-from longtrain.decoding.evict import PromptRun
+from longtrain.decoding.evict import Budget, PromptRun
+from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.methods.policies.base import Scorer
 from longtrain.targets.step import Rows, Want
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 
 FIRST = 2
 """Layers whose keys and values are stored; the second one's scores depend on everything in the first."""
+
+REPEATED, SHARE = 8, 0.625
+"""What stays is chosen by the prompt's scores so many times in a row, and is this share of them: long enough
+for a window of the prompt's length to show beside a budget that is four times as large."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,17 @@ class ScoreGolden(Golden):
         ids_T: the prompt, int64.
         near_FGT: scores from the evictor in fp32 on the inputs, had the target no more layers.
         scores_LGT: scores with the whole target, all in fp32.
+        kept_LGS: whether each entry of the KV cache stays, chosen by `scores_LGT`, bool.
     """
 
     ids_T: Tensor
     near_FGT: Tensor
     scores_LGT: Tensor
+    kept_LGS: Tensor
     who: ClassVar[str] = "evictor"
     outputs: ClassVar[str] = "scores"
-    own: ClassVar[tuple[str, ...]] = ("ids_T", "near_FGT", "scores_LGT")
+    own: ClassVar[tuple[str, ...]] = ("ids_T", "near_FGT", "scores_LGT", "kept_LGS")
+    choice: ClassVar[str] = "kept_LGS"
     pattern: ClassVar[str] = r"(q|k|v|input)_\d+"
 
     @classmethod
@@ -65,7 +75,7 @@ class ScoreGolden(Golden):
         gen = torch.Generator().manual_seed(0)
         tokens = min(max(PERIOD, tokens), target.info.max_positions // 2)
         ids_T = fixed_prompt(target.info.vocab_size, tokens, gen)
-        return cls({}, dtype_name(target.dtype), {}, ids_T, torch.zeros(0), torch.zeros(0))
+        return cls({}, dtype_name(target.dtype), {}, ids_T, *[torch.zeros(0)] * 3)
 
     def _filled(self, on_stored: Tensor, on_target: Tensor) -> Self:
         return dataclasses.replace(self, near_FGT=on_stored, scores_LGT=on_target)
@@ -82,12 +92,12 @@ class ScoreGolden(Golden):
     def _made_of(
         cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str, noise: dict[str, float]
     ) -> Self:
-        ids_T, near_FGT, scores_LGT = own.values()
+        ids_T, near_FGT, scores_LGT, kept_LGS = own.values()
         lengths = {len(tensor) for tensor in inputs.values()} | {near_FGT.shape[-1], scores_LGT.shape[-1]}
         if ids_T.dim() != 1 or lengths != {len(ids_T)} or near_FGT.dim() != 3 or scores_LGT.dim() != 3:
             shapes = (tuple(near_FGT.shape), tuple(scores_LGT.shape))
             raise cls._unfitting(prompt=tuple(ids_T.shape), scores=shapes)
-        return cls(inputs, dtype, noise, ids_T, near_FGT, scores_LGT)
+        return cls(inputs, dtype, noise, ids_T, near_FGT, scores_LGT, kept_LGS)
 
     def _own(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.own}
@@ -101,6 +111,15 @@ class ScoreGolden(Golden):
 
     def _on_target(self, attach: Attach, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         return _native(_scorer(attach, target), target, self.ids_T)
+
+    def _chosen(self, parts: Parts, target: Target) -> Tensor:
+        evictor = parts.evictor
+        assert isinstance(evictor, Scorer)
+        scores_LBGS = self.scores_LGT.double().repeat(1, 1, REPEATED)[:, None]
+        run = SimpleNamespace(lengths=(scores_LBGS.shape[-1],))  # all that a choice by known scores reads
+        keep = evictor.with_budget(Budget(ratio=SHARE)).select(cast(PromptRun, run), scores_LBGS)
+        assert keep is not None
+        return keep.mask(scores_LBGS.shape[-1])
 
     @staticmethod
     def _distance(got: Tensor, want: Tensor) -> Tensor:

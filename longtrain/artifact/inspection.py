@@ -92,6 +92,7 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
         "made by": typed_command(made["argv"]) if made.get("argv") else "",
         "at": _made(made, str(manifest.get("longtrain"))),
         "data": "; ".join(_sources(made)),
+        "unchecked": _unchecked(made),
         "licence": f"{made.get('license') or 'not stated'}; of the target: "
         f"{made.get('target_license') or 'not recorded'}",
         "other tools": ", ".join(sorted({name.partition("/")[0] for name in sums if "/" in name})),
@@ -225,6 +226,12 @@ def _made(made: Mapping[str, Any], version: str) -> str:
     return ", ".join(
         part for part in (step, str(made.get("time_utc", "")), f"longtrain {version}", commit) if part
     )
+
+
+def _unchecked(made: Mapping[str, Any]) -> str:
+    """Journals without checksums that the module was made from."""
+    found = ", ".join(made.get("unchecked") or ())
+    return f"{found}: read without checksums, so nothing shows whether they were edited" if found else ""
 
 
 def _sources(made: Mapping[str, Any]) -> Iterator[str]:

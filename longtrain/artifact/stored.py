@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
-from longtrain.files import impossible_number, json_sha256, read_bytes, read_json
-from longtrain.folders import FolderKind
+from longtrain.files import impossible_number, read_bytes, read_json, read_sealed
+from longtrain.folders import LOCAL
 from longtrain.settings import from_file
 
 SCHEMA = 2
-CHECKSUM = "sha256"
-"""The key of a JSON file that holds the checksum of all its others."""
-LOCAL = "local.json"
 GOLDEN = "golden.safetensors"
 LAWS = "laws"
 KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
@@ -57,6 +53,7 @@ class _Provenance:
     argv: list[str] | None = None
     git: dict[str, Any] | None = None
     data: _Data | None = None
+    unchecked: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,28 +61,6 @@ class _Noise:
     """What is read of golden outputs beside their tensors."""
 
     noise: dict[str, float]
-
-
-def sealed(values: Mapping[str, Any]) -> bytes:
-    """A JSON file that holds the checksum of its own content."""
-    content = json.loads(json.dumps(values, default=str))
-    content.pop(CHECKSUM, None)
-    return (json.dumps({**content, CHECKSUM: json_sha256(content)}, indent=2) + "\n").encode()
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of a file that `sealed` made.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or was changed since.
-    """
-    content = read_json(path)
-    if not isinstance(content, dict) or CHECKSUM not in content:
-        raise ValueError("it has no checksum of its own content")
-    if content.pop(CHECKSUM) != json_sha256(content):
-        raise ValueError("it was changed since it was written (the checksum of its content differs)")
-    return content
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -120,20 +95,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if absurd := impossible_number(manifest[key], key):
             raise ArtifactError(f"{path} has {absurd}; export it again")
     return manifest
-
-
-def kind_of_folder(folder: Path, names: Iterable[str]) -> FolderKind:
-    """What an artifact's folder is known by; only one that holds nothing else is replaced.
-
-    Args:
-        folder: the older artifact, whose manifest may name more files.
-        names: of files, or patterns of names, that artifacts have.
-    """
-    try:
-        listed = [name for name in read_manifest(folder / MANIFEST)["files"] if not {*"*?["} & {*name}]
-    except ArtifactError:
-        listed = []
-    return FolderKind("an artifact", (MANIFEST,), (*names, *listed, LOCAL))
 
 
 def local_target(folder: Path) -> str | None:

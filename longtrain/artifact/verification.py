@@ -31,6 +31,13 @@ class Check:
         """Whether the distance is within the limit; what is no number never is, however large the noise."""
         return self.error <= self.limit and self.error < FAR
 
+    @property
+    def share(self) -> float:
+        """The distance in limits; where none is allowed, 0 for no distance and `FAR` for any."""
+        if self.limit == 0:
+            return FAR if self.error else 0.0
+        return self.error / self.limit
+
     def __str__(self) -> str:
         passed = "" if self.passed else " FAILED"
         return f"{self.what}: relative error {self.error:.2g}, allowed {self.limit:.2g}{passed}"
@@ -50,7 +57,7 @@ class Verification:
 
     def summary(self) -> str:
         """The numbers in one line: of each kind of check the one that is nearest to its limit."""
-        nearest = max(self.checks[1:], key=lambda check: check.error / check.limit, default=None)
+        nearest = max(self.checks[1:], key=lambda check: check.share, default=None)
         shown = [*self.checks[:1], *([nearest] if nearest else [])]
         return "; ".join(map(str, shown))
 
@@ -64,7 +71,12 @@ def refuse(checks: Sequence[Check]) -> None:
     failed = next((check for check in checks if not check.passed), None)
     if failed is None:
         return
-    if checks[0].passed:
+    if checks[0].passed and failed.limit == 0:
+        meaning = (
+            "by the very scores of the export other entries of the KV cache are chosen, so a setting or a "
+            "table of layers is not what was exported"
+        )
+    elif checks[0].passed:
         meaning = (
             f"the module itself computes what was exported (in fp32 {checks[0].error:.1g}, allowed "
             f"{checks[0].limit:g}), so the target here gives other numbers than rounding explains"

@@ -15,6 +15,7 @@ from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import read_json, read_text
+from longtrain.folders import artifact_kind
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
@@ -108,6 +109,8 @@ def run(cfg: DictConfig) -> None:
         return
     _same_settings(saved, settings["method"], trained)
     single = spec.members is None
+    for place in [folder] if spec.members is None else [folder / name for name in spec.members(config)]:
+        artifact_kind(place).refuse_other(place)
     if form is not None and single:
         formats.check(spec.name, form, config, None)
     target = load_target_from(cfg, path=(settings.get("target") or {}).get("path"), fuse=False)
@@ -284,19 +287,28 @@ def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) ->
         from_file(dict[str, Any] | None, facts.get("data"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
-    data = {**(facts.get("data") or {}), "sources": _sources(home, facts.get("data") or {})}
-    return {**facts, "data": data, "step": step, "export": provenance.gather()}
+    data = facts.get("data") or {}
+    manifest = _manifest(home, data)
+    facts |= {"data": {**data, "sources": _sources(manifest)}, "step": step, "export": provenance.gather()}
+    if found := [*(facts.get("unchecked") or []), *(manifest.get("unchecked") or [])]:
+        facts["unchecked"] = found
+    return facts
 
 
-def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
+def _manifest(home: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of the data that a run was trained on; empty if it is gone."""
     made = sorted((home / "data").glob(f"{data.get('name')}-*/manifest.json"))
     for manifest in (read_manifest(file.parent) for file in made):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
-            items = manifest.get("sources") or []
-            texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
-            return [entry for item in items for entry in _entries(item, texts)]
-    return []
+            return manifest
+    return {}
+
+
+def _sources(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where the training text is from and under which licences, as the manifest of the data says."""
+    items = manifest.get("sources") or []
+    texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
+    return [entry for item in items for entry in _entries(item, texts)]
 
 
 def _is_text(source: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
+from longtrain.journals import unchecked
 from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -47,7 +48,7 @@ def run(cfg: DictConfig) -> None:
     with ExitStack() as held:
         alone = True
         if on_first_rank():
-            alone = held.enter_context(files.lock(Path(cfg.run_dir) / ".train.lock"))
+            alone = held.enter_context(files.lock(_lock_of(cfg)))
         _train(cfg, alone=alone)
 
 
@@ -107,7 +108,10 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
     features.check_stored(kept, data, steps=steps, validates=settings.val_every > 0)
 
     def begin() -> None:
-        provenance.write(folder, plain(cfg), data=facts["data"], target=facts["target"], init=facts["init"])
+        made_of = {key: facts[key] for key in ("data", "target", "init")}
+        if keeping.mode != "online":
+            made_of["unchecked"] = unchecked(Path(str(keeping.folder)))
+        provenance.write(folder, plain(cfg), **made_of)
         _tell_loggers(trainer, plain(cfg))
 
     left: Stopped | None = None
@@ -142,6 +146,22 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
     log.info("trained %s folder=%s", _outcome(summary), folder)
     if drawn := _drawn(folder):
         log.info("%s", drawn)
+
+
+def refuse_second(cfg: DictConfig) -> None:
+    """Refuse to train what another process trains at this moment; nothing is made or loaded.
+
+    Raises:
+        ConfigError: one does.
+    """
+    if on_first_rank() and _lock_of(cfg).exists():
+        with files.lock(_lock_of(cfg)) as alone:
+            _refuse_second(cfg, alone)
+
+
+def _lock_of(cfg: DictConfig) -> Path:
+    """The file whose lock a run holds while it is trained."""
+    return Path(cfg.run_dir) / ".train.lock"
 
 
 def _refuse_second(cfg: DictConfig, alone: bool) -> None:

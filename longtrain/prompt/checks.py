@@ -20,6 +20,7 @@ from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError, Gathered, LongtrainError
 from longtrain.files import read_json
+from longtrain.folders import artifact_kind
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
@@ -94,6 +95,8 @@ def _parts(
         yield partial(part, cfg)
     if job == "export" and "train" not in before:
         yield partial(_exportable, cfg)
+    elif job == "export":
+        yield partial(_replaceable, cfg)
     if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
         yield partial(_brought, cfg, words, exported="export" in before)
 
@@ -291,6 +294,24 @@ def _inspected(cfg: DictConfig) -> None:
         _there(cfg, name)
 
 
+def _alone(cfg: DictConfig) -> None:
+    from longtrain.jobs import train
+
+    train.refuse_second(cfg)
+
+
+def _replaceable(cfg: DictConfig) -> None:
+    """What stands where the trained modules will be written is an older artifact, or nothing."""
+    if cfg.method is None or methods.trains_target(str(cfg.method.name)):
+        return
+    config: Any = read(
+        methods.config_class(str(cfg.method.name)), plain(cfg.method), "method", ignore=("name",)
+    )
+    members = config.chosen() if hasattr(config, "chosen") else ("",)
+    for folder in (_own(cfg) / name for name in members):
+        artifact_kind(folder).refuse_other(folder)
+
+
 def _apart(cfg: DictConfig) -> None:
     """An artifact goes beside others and not into one, which could not be exported again then."""
     own, base = _own(cfg), (Path(cfg.home) / "checkpoints").absolute()
@@ -306,7 +327,7 @@ def _apart(cfg: DictConfig) -> None:
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "preflight": (_trained, _training, _begins, _data, word_checks.staged),
-    "train": (_trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
+    "train": (_alone, _trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
     "export": (_method, word_checks.exported, _apart),
     "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
     "generate": (_prompt, _method, _decode),

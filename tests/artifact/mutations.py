@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "kv_source_layer": (-1,),
     "lora_alpha": (1.0,),
     "conv": (-1,),
+    "pool_kernel": (-2,),
 }
 """Setting -> what is added to it; those of lists and words are in `other_settings`."""
 
@@ -116,6 +117,8 @@ def other_settings(made: Artifact) -> Iterator[tuple[str, dict[str, Any]]]:
         if made.config.get(key):
             for step in steps:
                 yield f"{key} {step:+g}", {**made.config, key: made.config[key] + step}
+    if made.config.get("adaptive") is not None:
+        yield "adaptive budgets", {**made.config, "adaptive": "heads"}
     if made.config.get("reduction"):
         yield "reduction over heads", {**made.config, "reduction": "max"}
     if "layers" in made.config and made.golden is not None:
@@ -131,6 +134,8 @@ def other_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[
         if tensor.is_floating_point():
             kinds.setdefault(re.sub(r"\.\d+\.", ".N.", name), []).append(name)
     chosen = [name for names in kinds.values() for name in dict.fromkeys((names[0], names[-1]))]
+    if "table_LG" in tensors:
+        yield "reversed: table_LG", {**tensors, "table_LG": tensors["table_LG"].flip(0)}
     for name in chosen:
         changed = tensors[name].clone()
         rows = changed[: max(1, len(changed) // 8)]
@@ -172,8 +177,8 @@ def table(made: Artifact, target: Target) -> list[dict[str, Any]]:
         except (ArtifactError, ConfigError) as error:
             lines.append({**line, "margin": None, "by": str(error), "outcome": "refused"})
             continue
-        exact = [check for check in checks if "fp32" in check.what]
-        worst = max(exact, key=lambda check: check.error / check.limit)
+        exact = [check for check in checks if "fp32" in check.what or check.limit == 0]
+        worst = max(exact, key=lambda check: check.share)
         failed = next((check for check in checks if not check.passed), None)
         same = [check.error for check in checks] == [check.error for check in right]
         on_disk = not what.startswith(("positions", "another rotary"))
@@ -181,7 +186,7 @@ def table(made: Artifact, target: Target) -> list[dict[str, Any]]:
         lines.append(
             {
                 **line,
-                "margin": min(FAR, worst.error / worst.limit),
+                "margin": min(FAR, worst.share),
                 "error": worst.error,
                 "limit": worst.limit,
                 "by": str(failed or worst),

@@ -16,8 +16,8 @@ from longtrain import methods, plots
 from longtrain.artifact import Artifact
 from longtrain.artifact.evidence import EVIDENCE, MOST_POINTS, Curve, Evidence, Measurement
 from longtrain.artifact.inspection import inspect
-from longtrain.artifact.stored import sealed
 from longtrain.errors import ArtifactError
+from longtrain.files import sealed
 from longtrain.targets.loading import random_target
 
 KINDS = [

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from longtrain.artifact import Artifact, DraftGolden
 from longtrain.artifact.evidence import Curve, Evidence
 from longtrain.artifact.inspection import inspect
-from longtrain.artifact.stored import sealed
 from longtrain.artifact.verification import Check, Verification
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
+from longtrain.files import sealed
 from longtrain.methods.longspec.config import Config
 from longtrain.systems.build import artifact_facts
 from longtrain.targets.loading import random_target

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
-from longtrain.artifact.stored import sealed
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError
+from longtrain.files import sealed
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.longspec.config import Config as LongSpecConfig

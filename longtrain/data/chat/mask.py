@@ -23,6 +23,9 @@ from longtrain.errors import DataError
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
+ARRAYS = {"input_ids": np.int64, "assistant_masks": np.bool_}
+"""What is read of a conversation in tokens, by the name that the tokenizer gives it."""
+
 _renderer: tuple[Any, Bounded] | None = None
 """The tokenizer that was asked last, and the process that renders with it."""
 
@@ -137,9 +140,11 @@ def apply_template(
 
 
 def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
-    """What `apply_chat_template` gives, as plain values."""
+    """What `apply_chat_template` gives: a text, or what is read of its tokens in arrays, sent fast."""
     found = tokenizer.apply_chat_template(messages, **options)
-    return dict(found) if isinstance(found, Mapping) else found
+    if not isinstance(found, Mapping):
+        return found
+    return {name: np.asarray(found[name], kind) for name, kind in ARRAYS.items() if name in found}
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter, rea
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock
 from longtrain.folders import replaced_folder, settle
+from longtrain.journals import unchecked
 from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
@@ -97,6 +98,7 @@ def prepare(
                         {"source": _plain(s), "inputs": i} for s, i in zip(sources, found, strict=True)
                     ],
                     "read": dict(job.counts),
+                    "unchecked": unchecked(answers.path.parent),
                 }
             )
         log.info(

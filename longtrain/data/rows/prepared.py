@@ -205,6 +205,7 @@ class _Manifest:
     weights: list[float] | None = None
     sources: list[_Source] | None = None
     fingerprint: str | None = None
+    unchecked: list[str] | None = None
 
 
 @dataclass(frozen=True)

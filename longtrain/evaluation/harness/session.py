@@ -32,6 +32,7 @@ from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import lock
+from longtrain.journals import unchecked
 from longtrain.log import get_logger
 from longtrain.settings import wrong
 from longtrain.systems import System
@@ -185,7 +186,7 @@ class Session:
         self._compare()
         records = self.records()
         found = self._assemble(self.systems, records)
-        found["notes"] = [*self._unverified_notes(), *found["notes"]]
+        found["notes"] = [*self._unverified_notes(), *self._unchecked_notes(), *found["notes"]]
         found["notes"] += [
             *unsolved(self.suite, found),
             *self._lossless.notes(found),
@@ -251,6 +252,14 @@ class Session:
             f"UNVERIFIED: {name} did not verify and ran with unverified=true, so its figures may not be "
             f"those of what was trained; longtrain inspect {name} says more"
             for name in names
+        ]
+
+    def _unchecked_notes(self) -> list[str]:
+        """What is to be said of results that were taken from journals without checksums."""
+        return [
+            f"UNCHECKED: {path} was taken as it is: an earlier longtrain wrote it without checksums, and "
+            "nothing shows whether it was edited; remove it to have its examples run again"
+            for path in unchecked(self.folder)
         ]
 
     def _memory_notes(self, records: Sequence[Record]) -> list[str]:

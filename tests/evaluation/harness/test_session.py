@@ -228,6 +228,20 @@ def test_a_run_that_goes_on_keeps_to_the_batch_that_fits(session, monkeypatch):
     assert note == "memory ran out with full at a batch of 4; the least batch was 2"
 
 
+def test_results_from_a_journal_without_checksums_say_so(session):
+    asked = suite(task(examples=2))
+    whole(session("run", asked, entries=()))
+    for file in (session("run", asked).folder / "ledger").glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            line.pop("sha256")
+            line.pop("checksums", None)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (note,) = json.loads(whole(session("run", asked, entries=()))[0])["notes"]
+    assert note.startswith("UNCHECKED: ") and str(file) in note
+    assert "UNCHECKED" not in whole(session("other", asked))[0].decode()
+
+
 class Counting(SnapKV):
     """Counts how often a batch is scored."""
 

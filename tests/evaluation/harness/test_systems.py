@@ -9,10 +9,10 @@ import pytest
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.artifact.stored import sealed
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, TreeShape
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.files import sealed
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
 from longtrain.systems import DRAFT, EVICTOR, FULL_CACHE, Builder, parse

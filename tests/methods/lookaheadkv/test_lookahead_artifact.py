@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from longtrain import methods
 from longtrain.artifact import Artifact, ScoreGolden
 from longtrain.artifact.folder import FILES
-from longtrain.artifact.stored import sealed
 from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.files import sealed
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
