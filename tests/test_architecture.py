@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "longtrain"
 
 TIERS = [
-    {"errors", "log"},
+    {"errors", "log", "integrations"},
     {"settings", "files", "tables", "progress"},
     {"folders", "journals", "pickled"},
     {"plots", "assets", "provenance"},
@@ -55,17 +55,18 @@ FENCES = {
         "artifact",
         "targets",
         "data",
-        "methods/lookaheadkv/press.py",
+        "integrations/lookaheadkv_kvpress.py",
     ),
     "lm_eval": ("evaluation/lm_harness.py",),
     "starlette": ("jobs/serving/api.py", "jobs/serving/serve.py"),
     "uvicorn": ("jobs/serving/serve.py",),
-    "kvpress": ("methods/lookaheadkv/press.py",),
+    "kvpress": ("integrations/lookaheadkv_kvpress.py",),
 }
 """Third-party package -> the parts of longtrain that may import it."""
 
 TRANSFORMERS = {
     "targets": None,
+    "integrations": None,
     "data": {"PreTrainedTokenizerBase", "AutoTokenizer"},
     "decoding": {"PreTrainedTokenizerBase"},
     "evaluation": {"PreTrainedTokenizerBase"},
@@ -76,9 +77,9 @@ TRANSFORMERS = {
 """Part -> the names of transformers it may use; None: any. Modelling stays in `targets`."""
 
 STANDALONE = {
-    "methods/longspec/vllm_proposer.py",
-    "methods/lookaheadkv/press.py",
-    "methods/specontext/specontext_sglang.py",
+    "integrations/longspec_vllm.py",
+    "integrations/lookaheadkv_kvpress.py",
+    "integrations/specontext_sglang.py",
 }
 """Files for another library's users, who copy them: they may know its models and nothing of longtrain, and no
 file of longtrain imports them."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 MODULES = """
 import importlib, pkgutil, longtrain
-not_here = ("longtrain.__main__", "longtrain.methods.lookaheadkv.press")  # the press needs kvpress
+not_here = ("longtrain.__main__", "longtrain.integrations.lookaheadkv_kvpress")  # the press needs kvpress
 for module in pkgutil.walk_packages(longtrain.__path__, "longtrain."):
     if module.name not in not_here:
         importlib.import_module(module.name)

@@ -28,7 +28,7 @@ KINDS = [
 ELSEWHERE = {
     "longspec": "## In vLLM",
     "kvzap": "## In kvpress\n\n```python\nfrom kvpress import KVzapPress",
-    "lookaheadkv": "## In kvpress\n\n```python\nfrom longtrain.methods.lookaheadkv.press",
+    "lookaheadkv": "## In kvpress\n\n```python\nfrom longtrain.integrations.lookaheadkv_kvpress",
     "eagle3": "longtrain export artifact=FOLDER format=speculators   # vLLM",
 }
 MADE = {

@@ -15,23 +15,23 @@ def main(job_path: str, result_path: str) -> None:
     with open(job_path) as stream:  # noqa: PTH123
         job = json.load(stream)
     sys.path.insert(0, job["folder_of_proposer"])
-    import vllm_proposer
+    import longspec_vllm
     from vllm import LLM, SamplingParams
 
     seen: list[list[list[int]]] = []
-    chains = vllm_proposer.LongSpecProposer._chains
+    chains = longspec_vllm.LongSpecProposer._chains
 
     def watched(self, *args):
         drafted = chains(self, *args)
         seen.append(drafted.tolist())
         return drafted
 
-    vllm_proposer.LongSpecProposer._chains = watched
+    longspec_vllm.LongSpecProposer._chains = watched
     llm = LLM(
         model=job["target"],
         speculative_config={
             "method": "custom_class",
-            "model": "vllm_proposer.LongSpecProposer",
+            "model": "longspec_vllm.LongSpecProposer",
             "num_speculative_tokens": job["drafted"],
         },
         additional_config={"longspec": job["artifact"]},

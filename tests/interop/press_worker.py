@@ -1,6 +1,6 @@
 """Run by test_kvpress.py in kvpress's own environment: `press_worker.py JOB.json RESULT.json`.
 
-`press.py` is imported from the job's folder, alone, as a user who copies it would. RESULT.json holds what
+`lookaheadkv_kvpress.py` is imported from the job's folder, alone, as a user who copies it would. RESULT.json holds what
 each check of the job's list returned.
 """
 
@@ -21,7 +21,7 @@ sys.path.insert(0, job["folder"])
 
 import kvpress  # noqa: E402
 import transformers  # noqa: E402
-from press import LookaheadKVPress  # noqa: E402
+from lookaheadkv_kvpress import LookaheadKVPress  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline  # noqa: E402
 

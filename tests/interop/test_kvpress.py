@@ -34,7 +34,7 @@ CONFIGS = {
 }
 LENGTHS = (61, 40, 9)
 SETTINGS: list[dict[str, Any]] = [{"budget": 8}, {"budget": 20}, {"compression_ratio": 0.75}]
-PRESS = Path("longtrain") / "methods" / "lookaheadkv" / "press.py"
+PRESS = Path("longtrain") / "integrations" / "lookaheadkv_kvpress.py"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
@@ -168,7 +168,7 @@ def ran(
     model.save_pretrained(folder / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(root / "bundled" / "tiny" / name, folder / "model" / name)
-    shutil.copy(root / PRESS, folder / "press.py")
+    shutil.copy(root / PRESS, folder / "lookaheadkv_kvpress.py")
     target, double = target_from_model(model), tiny(family).double()
     double.load_state_dict(model.state_dict())
     prompts = [torch.randint(0, 4096, (n,)).tolist() for n in LENGTHS]

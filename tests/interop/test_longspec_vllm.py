@@ -13,7 +13,7 @@ import transformers
 from environments import run
 from test_vllm import VLLM
 
-import longtrain.methods.longspec
+import longtrain.integrations
 from longtrain.artifact import Artifact
 from longtrain.data.rows.batch import Batch
 from longtrain.decoding.engine import Engine
@@ -94,7 +94,7 @@ def test_it_drafts_what_our_engine_drafts(family: str, changes: dict[str, Any], 
     assert [one["tokens"] for one in ours] == plain and cycles < 0.8 * 3 * TOKENS  # paths of several tokens
 
     job = {
-        "folder_of_proposer": str(Path(longtrain.methods.longspec.__file__).parent),
+        "folder_of_proposer": str(Path(longtrain.integrations.__file__).parent),
         "target": str(tmp_path / "target"),
         "artifact": str(tmp_path / "draft"),
         "drafted": DRAFTED,

@@ -24,7 +24,7 @@ from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
-IN_VLLM = """The class in `longtrain/methods/longspec/vllm_proposer.py`, one file without longtrain, reads it.
+IN_VLLM = """The class in `longtrain/integrations/longspec_vllm.py`, one file without longtrain, reads it.
 FOLDER is a copy of this folder on the machine (of one on the Hub the path that `hf download` prints):
 
 ```python
@@ -32,7 +32,7 @@ LLM(
     model="TARGET",
     speculative_config={
         "method": "custom_class",
-        "model": "longtrain.methods.longspec.vllm_proposer.LongSpecProposer",  # or where you copied it to
+        "model": "longtrain.integrations.longspec_vllm.LongSpecProposer",  # or where you copied it to
         "num_speculative_tokens": 4,
     },
     additional_config={"longspec": "FOLDER"},

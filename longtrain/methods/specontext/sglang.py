@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from longtrain import integrations
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.files import as_json, json_sha256, open_regular, read_json
 from longtrain.methods.rope import rotary_of
@@ -100,7 +101,7 @@ def sglang_files(
     files = {
         ABOUT: as_json(about),
         WEIGHTS: save(weights, metadata={"format": "pt"}),
-        CODE: Path(__file__).with_name(CODE).read_bytes(),
+        CODE: (Path(integrations.__file__).parent / CODE).read_bytes(),
     }
     sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
     record: dict[str, Any] = {

@@ -14,7 +14,7 @@ from longtrain.errors import ArtifactError
 from longtrain.methods.longspec.authors import read_draft
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.methods.longspec.vllm_proposer import LongSpecProposer
+from longtrain.integrations.longspec_vllm import LongSpecProposer
 
 BIASED = Config(window=6, attention_bias=True, max_depth=4)
 NAMES = [f"self_attn.{x}_proj.bias" for x in "qkv"] + ["cross_attn.q_proj.bias"]

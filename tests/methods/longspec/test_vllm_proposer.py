@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longtrain.methods.longspec.vllm_proposer import LongSpecProposer, _attend, _of_cpu
+from longtrain.integrations.longspec_vllm import LongSpecProposer, _attend, _of_cpu
 
 
 def settings(folder, *, tensor_parallel=1, drafted=4):

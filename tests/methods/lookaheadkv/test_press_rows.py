@@ -15,7 +15,7 @@ def test_the_press_keeps_as_many_rows_as_a_budget_of_that_share(root, monkeypatc
     kvpress = ModuleType("kvpress")
     kvpress.ScorerPress = object
     monkeypatch.setitem(sys.modules, "kvpress", kvpress)
-    path = root / "longtrain" / "methods" / "lookaheadkv" / "press.py"
+    path = root / "longtrain" / "integrations" / "lookaheadkv_kvpress.py"
     spec = importlib.util.spec_from_file_location("press_alone", path)
     press = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "press_alone", press)

@@ -2,7 +2,7 @@
 
 This file stands alone (torch, safetensors, transformers, kvpress): copy it beside your script, or import it.
 
-    from press import LookaheadKVPress
+    from lookaheadkv_kvpress import LookaheadKVPress
     with LookaheadKVPress(artifact="path/or/hub-id", budget=128)(model):
         model.generate(**tokenizer(prompt, return_tensors="pt").to(model.device), max_new_tokens=64)
 

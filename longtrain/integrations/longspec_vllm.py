@@ -6,7 +6,7 @@ This file stands alone (torch, safetensors, vLLM): put it where Python finds it,
         model=TARGET,
         speculative_config={
             "method": "custom_class",
-            "model": "longtrain.methods.longspec.vllm_proposer.LongSpecProposer",
+            "model": "longtrain.integrations.longspec_vllm.LongSpecProposer",
             "num_speculative_tokens": 4,
         },
         additional_config={"longspec": "path/of/the/artifact"},
