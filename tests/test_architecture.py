@@ -50,6 +50,7 @@ FENCES = {
     "rich": ("prompt", "jobs", "training", "data", "tables", "progress"),
     "matplotlib": ("plots", "evaluation", "training", "bench"),
     "pydantic": ("settings",),
+    "peft": ("methods/lookaheadkv/adapter.py",),
     "plotly": ("evaluation/reporting/page.py",),
     "datasets": ("data",),
     "huggingface_hub": (
