@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import features, loggers, outline
+from longtrain.jobs import features, loggers, outline, ranks_check
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
@@ -180,7 +180,8 @@ def check(cfg: DictConfig) -> None:
     """Refuse wrong settings and what this machine lacks; loads nothing.
 
     A dry run, which may be done where a job is sent from, asks for the target, and not for a GPU; a run asks
-    for the GPU, and not for the target, which a job before it may fetch.
+    for the GPU, and not for the target, which a job before it may fetch. A dry run that torchrun or srun
+    started also tries what the ranks need of each other and of their machines (`ranks_check`).
 
     Raises:
         ConfigError: a setting is wrong, there is nothing to train, or the target or a GPU is not here.
@@ -199,6 +200,8 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(NO_TARGET)
         folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
         outline.trained_weights(spec, config, outline.target_shape(cfg)[0])  # refuses what cannot be built
+    if (rank := ranks_check.Rank.here()) is not None:
+        ranks_check.check(cfg, rank)
 
 
 def _settings(cfg: DictConfig) -> tuple[MethodSpec, Any, Optim, LoopConfig, FeatureSettings]:
