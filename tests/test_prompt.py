@@ -183,7 +183,7 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     for wrong in (
         ["eval"],
         ["eval", "suite=needle", "suite.text=no"],
-        ["bench", "suite=elastic", "lengths=x"],
+        ["bench", "suite=engine", "lengths=x"],
     ):
         assert loaded([*wrong, "target=tiny"], "torch", cwd=tmp_path) == "[]"
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])

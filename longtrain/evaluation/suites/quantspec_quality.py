@@ -164,7 +164,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     if ENGINES in asked.sections:
         notes.append(_bytes(asked, target.info.head_dim))
     if ROWS in asked.sections:
-        notes.append("rows of a step are measured by longtrain bench suite=rows")
+        notes.append("rows of a step are measured by python -m benchmarks rows")
     return Suite(
         str(settings["name"]),
         tuple(tasks),

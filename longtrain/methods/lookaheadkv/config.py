@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from longtrain.settings import Count, CountOrZero, Kernel, NotNegative, OneOf, Positive, check, wrong
 
+FORMATS = ("peft",)
+"""Formats of other tools that `export format=` writes."""
+
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linears of a decoder layer that LoRA may be added to."""
 
