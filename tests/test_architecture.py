@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
@@ -49,6 +50,7 @@ FENCES = {
     "rich": ("prompt", "jobs", "training", "data", "tables", "progress"),
     "matplotlib": ("plots", "evaluation", "training", "bench"),
     "pydantic": ("settings",),
+    "peft": ("methods/lookaheadkv/adapter.py",),
     "plotly": ("evaluation/reporting/page.py",),
     "datasets": ("data",),
     "huggingface_hub": (
@@ -85,11 +87,16 @@ STANDALONE = {
 file of longtrain imports them."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-IDS = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 
 BROUGHT = {"hydra", "omegaconf", "yaml", "tokenizers", "triton"}
 """Packages that a declared one cannot be without: hydra-core, transformers and torch."""
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a file's text; parsed once for all checks, so it must not be changed."""
+    return ast.parse(text)
 
 
 def part_of(file: Path) -> str:
@@ -97,16 +104,24 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(file: Path) -> list[tuple[str, str]]:
-    """(module, name) of every import in a file, wherever it stands; name is empty for `import module`."""
+@functools.cache
+def imports_of(text: str) -> list[tuple[str, str]]:
+    """(module, name) of every import in a text, wherever it stands; name is empty for `import module`."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import; write the whole name"
+            assert node.level == 0, (
+                f"relative import in line {node.lineno}: {node.module}; write the whole name"
+            )
             found += [(node.module or "", alias.name) for alias in node.names]
     return found
+
+
+def imports(file: Path) -> list[tuple[str, str]]:
+    """What `imports_of` finds in a file."""
+    return imports_of(file.read_text(encoding="utf-8"))
 
 
 def tier(part: str) -> int:
@@ -130,36 +145,50 @@ def test_every_part_has_a_place() -> None:
     assert all(sum(part in tier_ for tier_ in TIERS) == 1 for part in parts)
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_imports_point_left(file: Path) -> None:
-    importer = part_of(file)
+def place(file: Path) -> str:
+    """A file's path within the package."""
+    return str(file.relative_to(PACKAGE))
+
+
+def refused_imports(file: Path) -> list[str]:
+    """Imports of longtrain's own parts that point the wrong way, with the reason."""
+    importer, found = part_of(file), []
     for module, name in imports(file):
         if module.split(".")[0] != "longtrain":
             continue
         words = module.split(".")[1:] or [name]
         if words in ([""], ["__version__"]):
             continue  # the bare package: its version
-        assert importer != "__init__", (
-            f"longtrain/__init__.py imports {module}; importing it must cost nothing"
-        )
-        assert not (why := forbidden(importer, words[0])), f"{why} ({module})"
+        if importer == "__init__":
+            found.append(f"longtrain/__init__.py imports {module}; importing it must cost nothing")
+        elif why := forbidden(importer, words[0]):
+            found.append(f"{place(file)}: {why} ({module})")
+    return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_third_party_fences(file: Path) -> None:
-    where = str(file.relative_to(PACKAGE))
+def unfenced_imports(file: Path) -> list[str]:
+    """Imports of third-party packages outside the parts that may have them."""
+    where, part, found = place(file), part_of(file), []
     for module, name in imports(file):
         package = module.split(".")[0]
         allowed = FENCES.get(package)
-        if allowed is not None:
-            inside = part_of(file) in allowed or where in allowed
-            assert inside, f"{where} imports {package}; only {', '.join(allowed)} may"
-        if package == "transformers":
-            assert part_of(file) in TRANSFORMERS, f"{where} imports transformers"
-            names = None if where in STANDALONE else TRANSFORMERS[part_of(file)]
-            assert names is None or name in names, (
-                f"{where} imports {module}.{name}: models are built in targets"
-            )
+        if allowed is not None and part not in allowed and where not in allowed:
+            found.append(f"{where} imports {package}; only {', '.join(allowed)} may")
+        if package == "transformers" and where not in STANDALONE:
+            names = TRANSFORMERS.get(part, set())
+            if names is not None and name not in names:
+                found.append(f"{where} imports {module}.{name}: models are built in targets")
+    return found
+
+
+def test_imports_point_left() -> None:
+    refused = [line for file in FILES for line in refused_imports(file)]
+    assert not refused, "\n".join(refused)
+
+
+def test_third_party_fences() -> None:
+    refused = [line for file in FILES for line in unfenced_imports(file)]
+    assert not refused, "\n".join(refused)
 
 
 def test_packages_that_are_imported_are_declared() -> None:
@@ -167,13 +196,14 @@ def test_packages_that_are_imported_are_declared() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for lines in lists for line in lines}
-    for file in FILES:
-        where = str(file.relative_to(PACKAGE))
-        for package in {module.split(".")[0] for module, _ in imports(file)} - {"longtrain", "__future__"}:
-            known = package in sys.stdlib_module_names or package in BROUGHT or where in STANDALONE
-            assert known or package in declared, (
-                f"{where} imports {package}, which pyproject.toml does not name"
-            )
+    known = declared | BROUGHT | sys.stdlib_module_names | {"longtrain"}
+    undeclared = [
+        f"{place(file)} imports {package}, which pyproject.toml does not name"
+        for file in FILES
+        if place(file) not in STANDALONE
+        for package in sorted({module.split(".")[0] for module, _ in imports(file)} - known)
+    ]
+    assert not undeclared, "\n".join(undeclared)
 
 
 def test_standalone_files_stand_alone() -> None:
@@ -202,10 +232,10 @@ def test_config_modules_import_no_torch() -> None:
         assert not heavy, f"{file} imports {heavy}: composing a config must stay light"
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_files_hold_one_idea(file: Path) -> None:
-    lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert lines <= 400, f"{lines} lines: split it by its ideas"
+def test_files_hold_one_idea() -> None:
+    lines = {place(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    long = {file: count for file, count in lines.items() if count > 400}
+    assert not long, f"split these by their ideas: {long}"
 
 
 def file_imports(file: Path, root: Path = PACKAGE) -> set[Path]:
@@ -270,7 +300,7 @@ def class_names(files: list[Path]) -> dict[str, list[str]]:
     """Name of each class -> the files that define it."""
     found: dict[str, list[str]] = {}
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(file))
     return found
@@ -290,7 +320,7 @@ def test_no_folder_hides_its_files() -> None:
 def docstrings(file: Path) -> list[tuple[int, str]]:
     """(line, text) of every docstring: of the module, of classes and functions, and below attributes."""
     found = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else []:
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
@@ -302,14 +332,19 @@ CLIPPED = re.compile(r"(Of|That|Those|Whose|None|Theirs)\b")
 """How a docstring opens that a stranger cannot read alone."""
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_docstrings_can_be_read_alone(file: Path) -> None:
-    assert not [(line, text) for line, text in docstrings(file) if CLIPPED.match(text.strip())]
+def test_docstrings_can_be_read_alone() -> None:
+    found = [
+        f"{place(file)}:{line}: {text}"
+        for file in FILES
+        for line, text in docstrings(file)
+        if CLIPPED.match(text.strip())
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_packages_say_what_they_hold() -> None:
     for file in PACKAGE.rglob("__init__.py"):
-        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        text = ast.get_docstring(parsed(file.read_text(encoding="utf-8"))) or ""
         assert len(text.split()) >= 4, f"{file}: the docstring '{text}' says nothing that the name does not"
         assert text.strip(" .").lower() != file.parent.name, f"{file} repeats its folder's name"
 
@@ -321,20 +356,27 @@ BLIND = sorted([*PACKAGE.glob("bench/**/*.py"), *PACKAGE.glob("jobs/**/*.py")])
 """Files that serve every method and know none by name."""
 
 
-@pytest.mark.parametrize("file", BLIND, ids=[str(file.relative_to(PACKAGE)) for file in BLIND])
-def test_jobs_and_bench_know_no_method(file: Path) -> None:
+def named_methods(file: Path) -> list[str]:
+    """Where a file names a method: in a string, by looking into a method's config, or by an import."""
     text = file.read_text(encoding="utf-8")
-    tree = ast.parse(text)
     words = {
         node.value
-        for node in ast.walk(tree)
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     said = {line for _, line in docstrings(file)} | SUITES
-    assert not {word for word in words - said for name in METHODS if re.search(rf"\b{name}\b", word)}
-    assert not re.search(r"(hasattr|getattr)\(\s*(self\.)?config\b", text), "ask the method's spec instead"
-    for module, _ in imports(file):
-        assert not re.match(rf"longtrain\.methods\.({'|'.join(METHODS)})\b", module), module
+    found = sorted(word for word in words - said for name in METHODS if re.search(rf"\b{name}\b", word))
+    if re.search(r"(hasattr|getattr)\(\s*(self\.)?config\b", text):
+        found.append("it looks into a config; ask the method's spec instead")
+    own = re.compile(rf"longtrain\.methods\.({'|'.join(METHODS)})\b")
+    found += [f"import of {module}" for module, _ in imports(file) if own.match(module)]
+    return [f"{place(file)}: {what}" for what in found]
+
+
+def test_jobs_and_bench_know_no_method() -> None:
+    assert BLIND
+    found = [line for file in BLIND for line in named_methods(file)]
+    assert not found, "\n".join(found)
 
 
 def test_rules_of_settings_stand_in_annotations() -> None:
@@ -347,13 +389,23 @@ def test_one_error_for_a_target_without_tokenizer() -> None:
     assert [str(file.relative_to(PACKAGE)) for file in said] == ["targets/model.py"]
 
 
-def test_the_checks_can_fail(tmp_path: Path) -> None:
+def test_the_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "right of" in forbidden("cache", "targets")
     assert "beside" in forbidden("training", "evaluation")
     assert not forbidden("jobs", "training")
     file = tmp_path / "x.py"
     file.write_text("def f():\n    import lightning.pytorch\n    from longtrain.jobs import JOBS\n")
     assert imports(file) == [("lightning.pytorch", ""), ("longtrain.jobs", "JOBS")]
+    wrong = PACKAGE / "cache" / "x.py"
+    wrong_text = "from longtrain.targets import model\nimport hydra\nfrom transformers import AutoModel\n"
+    monkeypatch.setattr(Path, "read_text", lambda *args, **keys: wrong_text)
+    assert refused_imports(wrong) == [
+        "cache/x.py: cache imports targets, which stands right of it (longtrain.targets)"
+    ]
+    assert len(unfenced_imports(wrong)) == 2
+    wrong_text = "from longtrain.methods.eagle3 import spec\nkind = getattr(config, 'eagle3')\n"
+    assert len(named_methods(wrong)) == 3
+    monkeypatch.undo()
     a, b, c = (PACKAGE / name for name in ("a.py", "b.py", "c.py"))
     assert circles({a: {b}, b: {a}, c: {a}}) == [["longtrain/a.py", "longtrain/b.py"]]
     assert not circles({a: {b}, b: {c}, c: set()})

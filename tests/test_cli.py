@@ -72,7 +72,7 @@ def test_job_help_lists_its_groups_options_and_keys(
     for group in ("target", "method", "trainer", "data", "evict"):
         assert (f"\n{group}: " in done.stdout) == (group in GROUPS[job])
     assert "longspec_llama8b_anchor" not in done.stdout
-    assert ("deepspeed_zero3" in done.stdout) == (job in ("train", "preflight", "plan"))
+    assert ("deepspeed_zero3" in done.stdout) == (job in ("train", "plan"))
     assert "seed: 0 " in done.stdout and "of initial weights" in done.stdout  # the key with its comment
     assert not list(tmp_path.iterdir())
 
@@ -106,7 +106,7 @@ def test_help_says_which_suites_are_of_a_job() -> None:
     evals, benches = (suites_help(job) for job in ("eval", "bench"))
     assert "\n  speculation " in evals and "\n  ruler " in evals and "\n  engine " not in evals
     assert "\n  engine " in benches and "\n  ruler " not in benches and "\n  common " not in evals
-    assert re.search(r"\n  eviction +accuracy against budget", evals) and "eviction costs" in benches
+    assert re.search(r"\n  eviction +accuracy against budget", evals) and "\n  first_token " in benches
     assert "longtrain eval suite=smoke target=tiny method=quantspec" in evals and "compare=[" in evals
     assert suites_help("train") == ""
 
@@ -146,7 +146,7 @@ def test_version_and_recipes(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, preflight, train, export"], 2),
+        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, train, export"], 2),
         (["quickstart"], ["write +recipe=quickstart"], 2),
         (["+recipe=quickstart", "eval"], ["the job comes first: longtrain eval"], 2),
         (["--bogus"], ["unknown flag '--bogus'; known: --help, --version, --multirun"], 2),
@@ -173,10 +173,10 @@ def test_version_and_recipes(run: Run) -> None:
             1,
         ),
         (["job=train,eval", "target=tiny", "report=html"], ["in a list of jobs write +report=VALUE"], 1),
-        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, preflight, train"], 1),
+        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
-        (["bench", "suite=elastic", "lengths=x"], ["suite.lengths=x; allowed: one or more"], 1),
-        (["bench", "suite=elastic", "suite.steps=x"], ["suite.steps=x; allowed: a whole number"], 1),
+        (["bench", "suite=engine", "lengths=x"], ["suite.lengths=x; allowed: one or more"], 1),
+        (["bench", "suite=engine", "suite.cycles=x"], ["suite.cycles=x; allowed: a whole number"], 1),
         (["eval", "suite=needle", "target=tiny", "suite.needles=x"], ["suite.needles=x; allowed"], 1),
         (["eval", "target=tiny"], ["suite=acceptance measures drafts and none is given"], 1),
         (["eval", "target=tiny", "method=quantspec", "suite.text=no"], ["no held-out text at no"], 1),

@@ -53,7 +53,8 @@ def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
     assert "== optim=muon" in text and "\n  lr: " in text and "  momentum: 0.95" in text
     assert "== data=text" in text and "== decode=chain" not in text and "  max_steps: null " in text
     assert "== decode=chain" in job_help("eval")
-    assert "  dims: 16  # size of" in job_help("train", ["method=indexer"])  # the last field's comment too
+    # the last field has its comment too
+    assert "  dims: 16  # dimensions of" in job_help("train", ["method=indexer"])
     set_by = job_help("train", ["+recipe=quickstart"])
     assert "== method=longspec" in set_by and "== trainer=cpu" in set_by and "max_steps: 100" in set_by
     assert loaded(["train", "--help"], "hydra", "omegaconf", "torch", "rich", cwd=tmp_path) == "[]"
@@ -182,7 +183,7 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     for wrong in (
         ["eval"],
         ["eval", "suite=needle", "suite.text=no"],
-        ["bench", "suite=elastic", "lengths=x"],
+        ["bench", "suite=engine", "lengths=x"],
     ):
         assert loaded([*wrong, "target=tiny"], "torch", cwd=tmp_path) == "[]"
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])

@@ -20,18 +20,25 @@ from typing import Annotated, Any
 
 import torch
 
+from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.clock import Timing
 from longtrain.bench.cycles import random_ids
-from longtrain.bench.suites import Auto, Context, Row
+from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
 from longtrain.cache.evicted import compact
+from longtrain.costs.hardware import GPUS, Gpu
+from longtrain.costs.method import PromptShape
+from longtrain.costs.model import Sizes
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
-from longtrain.settings import Count, CountOrZero, Lengths, Seconds
+from longtrain.settings import Count, CountOrZero, Lengths, Seconds, Words
 from longtrain.systems import EVICTOR, FULL_CACHE, Entry, System
+from longtrain.tables import of_rows
+from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import Rows, Want
 
 COLUMNS = {
@@ -59,31 +66,132 @@ PART_COLUMNS = {
     "compaction queued": "compaction.queued_ms.median",
     "failed": "failed",
 }
+ANSWER_ROOM = 64
+"""Positions that a system may write tokens to behind a prompt."""
 QUEUE_WRITES = 300
 """Writes of scratch memory (tens of milliseconds) behind which a part is queued, as behind a prefill."""
 FULL = FULL_CACHE.family
-KEY = "suite.cost.methods"
+KEY = "suite.systems"
+NOTE = (
+    "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run of "
+    "the full cache right before or after, p10 and p90 over pairs; `overhead` is the median of the paired "
+    "ratios. Theory is that of this GPU. Tokens that a policy writes are launched one by one, without CUDA "
+    "graphs. Peak memory includes the weights of target and draft."
+)
+PARTS_NOTE = (
+    "Each part alone on the cache of one prefilled prompt, by wall clock; `queued`: by CUDA events behind "
+    "other work, so that the host's launches are hidden as they are behind a prefill."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenSettings:
-    """What is measured.
+    """The keys of `suite=first_token`.
 
     Args:
+        shape: the random target's shape.
+        draft_shape: the shape of the random draft of systems that write with one, of the same vocabulary.
+        dtype: the type of the numbers of both.
+        systems: entries of the grammar of `suite.systems`, compared with the full cache.
         lengths: prompt tokens.
-        budget_tokens: rows kept of each layer and KV head.
+        budget_tokens: KV entries kept of each layer and KV head.
+        parts: time scores, choice and compaction alone, too.
         warmup: runs of each system and length not counted.
         repeats: most pairs of a system and length.
         min_repeats: pairs run whatever the time.
         seconds: of a length; no further round of pairs starts after it.
     """
 
+    shape: Annotated[str, Auto("llama31_8b", "llama_micro")]
+    draft_shape: Annotated[str, Auto("llama32_1b", "llama_micro")]
+    dtype: Dtype
+    systems: Annotated[tuple[Any, ...], Words("a list of systems, as [snapkv, {name: adakv, over: snapkv}]")]
     lengths: Annotated[Lengths, Auto(["4k", "8k", "16k", "32k"], [256, "1k"])]
     budget_tokens: Count = 128
+    parts: bool = True
     warmup: CountOrZero = 2
     repeats: Count = 20
     min_repeats: Count = 3
     seconds: Seconds = 40.0
+
+    def __post_init__(self) -> None:
+        for name, key in ((self.shape, "shape"), (self.draft_shape, "draft_shape")):
+            shape_keys(name, f"suite.{key}")
+        if SHAPES[self.shape]["vocab_size"] != SHAPES[self.draft_shape]["vocab_size"]:
+            raise ConfigError(
+                f"suite.draft_shape={self.draft_shape} has another vocabulary than {self.shape}; a draft "
+                "writes tokens that the target reads"
+            )
+        most = int(SHAPES[self.shape]["max_position_embeddings"])
+        if (longest := max(self.lengths) + ANSWER_ROOM) > most:
+            raise ConfigError(
+                f"suite.lengths asks for {longest} positions (prompt and what follows) of shape "
+                f"{self.shape}, which has {most}; choose shorter lengths"
+            )
+
+
+def run(settings: FirstTokenSettings, context: Context) -> Iterator[Row]:
+    """First tokens of all systems, then the parts of the added time.
+
+    Raises:
+        ConfigError: a system is wrong.
+    """
+    entries = entries_of(settings.systems, context)
+    target = context.random_target(settings.shape, dtype=settings.dtype)
+
+    def draft() -> Target:
+        return random_target(settings.draft_shape, seed=1, dtype=settings.dtype, device=context.device)
+
+    systems = systems_of(target, entries, settings.budget_tokens, context, draft)
+    for row in measure(target, systems, settings, seed=context.seed):
+        yield {"section": "first token", **row, **_expected(row, entries, settings, context.gpu)}
+    if settings.parts:
+        cheap = {entry.called() for entry in entries if _runs_no_model(entry)}
+        chosen = [system for system in systems if system.family in cheap]
+        for row in measure_parts(target, chosen, settings, seed=context.seed):
+            yield {"section": "parts", **row}
+
+
+def theory(entry: Entry, prompt: PromptShape, gpu: Gpu) -> tuple[Mapping[str, float], str]:
+    """What a system adds to the first token by arithmetic, and the key of what is measured of it."""
+    if entry.method is not None:
+        cost = methods.get(entry.method.name).cost
+        if cost.first_token is not None:
+            return cost.first_token(entry.config(), prompt, gpu), cost.as_built
+    if entry.is_policy and entry.policy is not None:
+        return policies.policy_class(entry.policy.name).first_token(prompt, gpu), "ms"
+    return {}, "ms"
+
+
+def _expected(row: Row, entries: Sequence[Entry], settings: FirstTokenSettings, gpu: Gpu | None) -> Row:
+    """The time that arithmetic predicts for a row; nothing without a data sheet of the device."""
+    if gpu is None or "failed" in row:
+        return {}
+    size, draft = (Sizes.of_keys(SHAPES[name]) for name in (settings.shape, settings.draft_shape))
+    prompt = PromptShape(size, row["prompt_tokens"], settings.budget_tokens, draft)
+    forward_ms = prompt.prefill.ms(gpu)
+    if row["method"] == FULL:
+        return {"theory_ms": forward_ms}
+    predicted, key = theory(next(one for one in entries if one.called() == row["method"]), prompt, gpu)
+    if key not in predicted:
+        return {}
+    return {"theory_ms": predicted[key], "theory_percent": 100 * predicted[key] / forward_ms}
+
+
+def _runs_no_model(entry: Entry) -> bool:
+    """Whether a system's scores need no forward of a whole model, by what arithmetic knows of it."""
+    size = Sizes.of_keys(SHAPES["llama31_8b"])
+    predicted, _ = theory(entry, PromptShape(size, 1024, draft=size), GPUS["H100"])
+    return "ms" in predicted and "tflop" not in predicted
+
+
+def report(rows: Sequence[Row], settings: FirstTokenSettings, context: Context) -> str:
+    """A table of first tokens and one of the parts, each with a note on how to read it."""
+    found = [f"# First token: {settings.shape} on {context.device_name}"]
+    for section, note, columns in (("first token", NOTE, COLUMNS), ("parts", PARTS_NOTE, PART_COLUMNS)):
+        if own := [row for row in rows if row["section"] == section]:
+            found.append(f"{note}\n\n{of_rows(own, columns)}")
+    return "\n\n".join(found)
 
 
 def entries_of(values: Sequence[Any], context: Context) -> list[Entry]:
@@ -272,3 +380,6 @@ def prefilled(target: Target, prompt: list[int], evictor: Any) -> PromptRun:
     cache.commit(None, n_B)
     assert step.logits_BTV is not None
     return PromptRun(target, cache, (n,), tokens_BS, n_B, step.logits_BTV[:, -1].argmax(-1), watch, 1)
+
+
+BENCH = Bench(settings=FirstTokenSettings, run=run, report=report)

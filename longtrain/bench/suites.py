@@ -31,19 +31,12 @@ from longtrain.targets.model import Target
 from longtrain.targets.shapes import SHAPES
 
 SUITES = {
-    "draft_memory": "training",
-    "elastic": "elastic.suite",
-    "engine": "engine",
-    "eviction": "eviction",
-    "kernels": "decoding_attention",
-    "linears": "linears",
-    "quantise": "quantise",
-    "quantspec": "speculation",
-    "roofline": "roofline",
-    "rows": "rows",
-    "training": "training",
+    "draft_memory": "longtrain.bench.training",
+    "engine": "longtrain.bench.engine",
+    "first_token": "longtrain.bench.first_token",
+    "training": "longtrain.bench.training",
 }
-"""`suite=NAME` -> module of `longtrain.bench` that holds its `BENCH`."""
+"""`suite=NAME` -> the module that holds its `BENCH`; `benchmarks` of a checkout adds its own."""
 
 Row = dict[str, Any]
 """One measurement; its keys are those of the JSON file."""
@@ -202,8 +195,6 @@ class Bench:
             `Auto` where a key may be `auto`.
         run: measures; rows come as they are ready. What is wrong in the settings is told before the first.
         columns: heading -> key of a row, for the table; a dotted key reaches into a mapping.
-        group: the mapping within `suite` that holds the keys; empty: `suite` itself.
-        ignore: keys of the configuration that are no settings of the suite, beside `name`.
         report: what is shown and written as Markdown, where it is more than one table of all rows.
         pictures: gives PNGs by the names of their files.
     """
@@ -211,8 +202,6 @@ class Bench:
     settings: type
     run: Callable[[Any, Context], Iterator[Row]]
     columns: Mapping[str, str] = field(default_factory=dict)
-    group: str = ""
-    ignore: tuple[str, ...] = ()
     report: Callable[[Sequence[Row], Any, Context], str] | None = None
     pictures: Callable[[Sequence[Row]], dict[str, bytes]] | None = None
 
@@ -222,19 +211,18 @@ class Bench:
         Raises:
             ConfigError: a key is not known, or its value is not allowed.
         """
-        values = dict(suite[self.group] if self.group else suite)
+        values = dict(suite)
         for key, kind in get_type_hints(self.settings, include_extras=True).items():
             for note in getattr(kind, "__metadata__", ()):
                 if isinstance(note, Auto) and values.get(key) == AUTO:
                     own = context.target_shape() if key == "shape" else None
                     if isinstance(own, Mapping) and get_args(kind)[0] is str:
-                        where = f"suite.{self.group}.shape".replace("..", ".")
                         raise ConfigError(
                             f"suite={suite.get('name')} measures published shapes, and the named target has "
-                            f"none of them; pass {where}= with one of: {', '.join(SHAPES)}"
+                            f"none of them; pass suite.shape= with one of: {', '.join(SHAPES)}"
                         )
                     values[key] = own or (note.on_cuda if context.cuda else note.elsewhere)
-        return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name", *self.ignore))
+        return read(self.settings, values, "suite", ignore=("name",))
 
     def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:
         """The rows for people, in Markdown."""
@@ -249,7 +237,7 @@ def bench_of(name: str) -> Bench:
     """
     if name not in SUITES:
         raise ConfigError(f"bench has no suite '{name}'; known: {', '.join(SUITES)}")
-    found: Bench = importlib.import_module(f"longtrain.bench.{SUITES[name]}").BENCH
+    found: Bench = importlib.import_module(SUITES[name]).BENCH
     return found
 
 

@@ -49,8 +49,7 @@ class ReadBudget:
             raise ConfigError(
                 f"a budget of {self.rows} rows, of which {self.sinks} sinks and the last {self.window} are "
                 f"read in any case; allowed: {self.sinks + self.window + 1} rows or more, or a smaller "
-                "window (select.window=8 of generate, suite.window=8 of bench suite=elastic; "
-                "{artifact: NAME, window: 8} in suite.systems)"
+                "window (select.window=8; {artifact: NAME, window: 8} in suite.systems)"
             )
 
 

@@ -1,6 +1,6 @@
 """What a rank's GPU holds of a run whatever its rows are like, and the one judgement whether bytes fit a GPU.
 
-Loading a target, `longtrain plan` and `longtrain preflight` all ask here and say the same sentence.
+Loading a target, `longtrain plan` and the dry run of a training all ask here and say the same sentence.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 JOBS: dict[str, tuple[str, str]] = {
     "prepare": ("longtrain.jobs.prepare", "turn manifests or your own files into tokenised, packed data"),
-    "preflight": (
-        "longtrain.jobs.preflight",
-        "try what a training run needs, on every rank, in under a minute",
-    ),
     "train": ("longtrain.jobs.train", "train a module against a frozen target (also without any job word)"),
     "export": (
         "longtrain.jobs.export",
@@ -42,7 +38,7 @@ JOBS: dict[str, tuple[str, str]] = {
 NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ...")}
 """Jobs that take bare words -> the key whose list they are, and what they are called in help."""
 
-SHARED = ("preflight", "train")
+SHARED = ("train",)
 """Jobs that every rank does; the others are done by the first rank alone."""
 
 CONFIGURED = {
@@ -55,7 +51,6 @@ CONFIGURED = {
 KEPT = {
     "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
     "same command goes on",
-    "preflight": "nothing was written; run the same command again",
     "train": "the last checkpoint, if one was saved yet, is in {run_dir}/train/checkpoints; the same command "
     "goes on from it",
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",

@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from longtrain import files, provenance
-from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.files import read_json
 from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
 from longtrain.progress import follow
-from longtrain.settings import AUTO, Counts
 from longtrain.tables import say
 
 if TYPE_CHECKING:
@@ -26,15 +24,26 @@ log = get_logger(__name__)
 
 
 def run(cfg: DictConfig) -> None:
-    """Run the suite that `suite.name` names; `longtrain eval` measures what needs records of texts.
+    """Run the suite that `suite.name` names; what was measured before an error is kept and shown.
 
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
-    if cfg.suite.get("eval") is not None and cfg.suite.shape is None:
-        _hand_over(cfg, _suite_of_eval(cfg))
-    else:
-        _measure(cfg)
+    from longtrain.bench.suites import brief
+
+    name, (bench, context, settings) = str(cfg.suite.name), _read(cfg)
+    folder = Path(cfg.run_dir) / "bench"
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in follow(bench.run(settings, context), f"bench {name}", unit="measurements"):
+            if not rows:  # a run that is refused leaves the files of the last one alone
+                provenance.write(folder, plain(cfg))
+            rows.append(row)
+            _write(folder, name, plain(cfg.suite), rows)
+            log.info("suite=%s %s", name, brief(row))
+    finally:
+        if rows:
+            _show(bench, settings, context, folder, name, rows)
 
 
 def check(cfg: DictConfig) -> None:
@@ -43,8 +52,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
-    if cfg.suite.get("eval") is None or cfg.suite.shape is not None:
-        _read(cfg)
+    _read(cfg)
 
 
 def _read(cfg: DictConfig) -> tuple[Bench, Context, Any]:
@@ -52,74 +60,7 @@ def _read(cfg: DictConfig) -> tuple[Bench, Context, Any]:
     from longtrain.bench.suites import bench_of
 
     bench, context = bench_of(str(cfg.suite.name)), context_of(cfg)
-    return bench, context, bench.read(_with_lengths(cfg, bench), context)
-
-
-def _measure(cfg: DictConfig) -> None:
-    """Run a suite of bench; what was measured before a fault is kept and shown."""
-    from longtrain.bench.suites import brief
-
-    name, (bench, context, settings) = str(cfg.suite.name), _read(cfg)
-    folder = Path(cfg.run_dir) / "bench"
-    rows: list[dict[str, Any]] = []
-    try:
-        for row in follow(bench.run(settings, context), f"bench {name}", unit="measurements"):
-            if not rows:  # what was refused leaves the last run's files alone
-                provenance.write(folder, plain(cfg))
-            rows.append(row)
-            _write(folder, name, plain(cfg.suite[bench.group] if bench.group else cfg.suite), rows)
-            log.info("suite=%s %s", name, brief(row))
-    finally:
-        if rows:
-            _show(bench, settings, context, folder, name, rows)
-
-
-def _with_lengths(cfg: DictConfig, bench: Bench) -> dict[str, Any]:
-    """The suite's keys; a group of them takes `lengths=` where it says `auto` and another length is typed."""
-    from omegaconf import OmegaConf
-
-    found = plain(cfg.suite)
-    usual = OmegaConf.load(asset_dir("conf") / "suite" / f"{cfg.suite.name}.yaml")
-    if bench.group and found[bench.group].get("lengths") == AUTO and cfg.lengths != usual.lengths:
-        found[bench.group]["lengths"] = plain(cfg.lengths)
-    return found
-
-
-def _hand_over(cfg: DictConfig, suite: DictConfig) -> None:
-    """Let `longtrain eval` measure one of its suites."""
-    from omegaconf import OmegaConf
-
-    from longtrain.jobs import eval as eval_job
-
-    own = plain(OmegaConf.load(asset_dir("conf") / "eval.yaml"))
-    del own["defaults"]
-    with open_dict(cfg):
-        step = OmegaConf.merge(own, cfg, {"job": "eval"})
-    assert isinstance(step, DictConfig)
-    step.suite = suite
-    eval_job.run(step)
-
-
-def _suite_of_eval(cfg: DictConfig) -> DictConfig:
-    """The suite under `suite.eval`: its own keys, and those of the same name in `suite`.
-
-    Keys of `suite` count unless they are `auto` or null. GPU memory is limited here, as with a shape.
-    """
-    import torch
-    from omegaconf import OmegaConf
-
-    from longtrain.bench.speculation import limit_memory
-
-    folder, given = asset_dir("conf") / "suite", plain(cfg.suite)
-    keys = given["eval"]
-    keys |= {key: given[key] for key in keys if key != "name" and given.get(key, AUTO) not in (AUTO, None)}
-    if given["drafted"] != AUTO:
-        keys["shapes"] = [[1] * count for count in convert(given["drafted"], Counts, "suite.drafted")]
-    limit_memory(given["memory_gib"], torch.device(device_of(cfg)))
-    files_of_suite = [OmegaConf.load(folder / f"{name}.yaml").suite for name in ("common", keys["name"])]
-    merged = OmegaConf.merge(*files_of_suite, keys)
-    assert isinstance(merged, DictConfig)
-    return merged
+    return bench, context, bench.read(plain(cfg.suite), context)
 
 
 def context_of(cfg: DictConfig) -> Context:

@@ -1,6 +1,6 @@
 """A run in numbers before anything is loaded: its target's shape, its ranks, and what each of them holds.
 
-Whatever must fit is judged by `costs.held`; `plan`, `preflight` and `train` ask here.
+Whatever must fit is judged by `costs.held`; `plan`, `train` and its dry run ask here.
 """
 
 from __future__ import annotations

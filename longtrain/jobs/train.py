@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import features, outline
+from longtrain.jobs import features, loggers, outline, ranks_check
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.journals import unchecked
 from longtrain.log import get_logger, on_first_rank
@@ -68,12 +67,12 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
     assert spec.objective is not None  # refused there
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
-    _settle_wandb_id(cfg, folder, anew=resume == "never" and alone)
+    loggers.settle_wandb_id(cfg, folder, anew=resume == "never" and alone)
     trainer = training.build_trainer(
         settings,
         folder,
-        callbacks=_instances(cfg.callbacks.get("extra")),
-        loggers=_instances(cfg.get("logger")),
+        callbacks=loggers.instances(cfg.callbacks.get("extra")),
+        loggers=loggers.instances(cfg.get("logger")),
         seed=convert(cfg.seed, int, "seed"),
     )
     settings = settings.spread(trainer.world_size)
@@ -112,7 +111,7 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
         if keeping.mode != "online":
             made_of["unchecked"] = unchecked(Path(str(keeping.folder)))
         provenance.write(folder, plain(cfg), **made_of)
-        _tell_loggers(trainer, plain(cfg))
+        loggers.describe_run(trainer, plain(cfg))
 
     left: Stopped | None = None
     try:
@@ -201,7 +200,8 @@ def check(cfg: DictConfig) -> None:
     """Refuse wrong settings and what this machine lacks; loads nothing.
 
     A dry run, which may be done where a job is sent from, asks for the target, and not for a GPU; a run asks
-    for the GPU, and not for the target, which a job before it may fetch.
+    for the GPU, and not for the target, which a job before it may fetch. A dry run that torchrun or srun
+    started also tries what the ranks need of each other and of their machines (`ranks_check`).
 
     Raises:
         ConfigError: a setting is wrong, there is nothing to train, or the target or a GPU is not here.
@@ -210,6 +210,7 @@ def check(cfg: DictConfig) -> None:
     import torch
 
     spec, config, _, loop, _ = _settings(cfg)
+    loggers.check(cfg)
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
             raise ConfigError(NO_CUDA.format(loop.accelerator))
@@ -219,6 +220,8 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(NO_TARGET)
         folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
         outline.trained_weights(spec, config, outline.target_shape(cfg)[0])  # refuses what cannot be built
+    if (rank := ranks_check.Rank.here()) is not None:
+        ranks_check.check(cfg, rank)
 
 
 def _settings(cfg: DictConfig) -> tuple[MethodSpec, Any, Optim, LoopConfig, FeatureSettings]:
@@ -381,39 +384,3 @@ def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any
         },
         "target": who,
     }
-
-
-def _settle_wandb_id(cfg: DictConfig, folder: Path, *, anew: bool) -> None:
-    """Give a run its own id for Weights & Biases, and the same one when it goes on.
-
-    Args:
-        cfg: the resolved configuration; `logger.wandb.id` is set where it is null.
-        folder: of the run; the id is kept in it.
-        anew: draw another one, for a run that starts again.
-    """
-    wandb = (cfg.get("logger") or {}).get("wandb")
-    if wandb is None or wandb.get("id") is not None or not on_first_rank():
-        return
-    file = folder / "wandb_id.txt"
-    if anew or not file.is_file():
-        files.write_text(file, secrets.token_hex(8))
-    wandb.id = file.read_text(encoding="utf-8").strip()
-
-
-def _instances(values: DictConfig | None) -> list[Any]:
-    """Third-party objects of a group: name -> mapping with `_target_`."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-
-    try:
-        return [instantiate(value) for value in (values or {}).values() if value is not None]
-    except InstantiationException as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(
-            f"cannot build a logger or callback: {reason}; is its package installed?"
-        ) from error
-
-
-def _tell_loggers(trainer: Any, values: dict[str, Any]) -> None:
-    for logger in trainer.loggers:
-        logger.log_hyperparams(provenance.redact(values))

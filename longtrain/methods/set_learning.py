@@ -19,14 +19,17 @@ KEY_ROWS = 8192
 class SetLearning:
     """Which query rows are learned of, and what of their attention (`methods.set_objective`)."""
 
-    pool: Annotated[str, OneOf("max", "mean")] = "max"  # teacher: over the query heads of a KV head
-    queries: Count = 128  # sampled query rows of a document, from which a label is told
-    by_mass: bool = True  # a query row counts as much as the attention that it has beyond the rows that are
-    # read in any case; False: all count alike, though most rows of most layers need nothing more
-    sinks: CountOrZero = 4  # first rows that nothing is learned of, at most an eighth: they are always read
-    window: CountOrZero = 64  # last rows likewise, at most half
-    recall_weight: NotNegative = 0.0  # of 1 - the soft share of the teacher's mass in a set
-    recall_rows: Count = 512  # rows of that set, and of the figures, sinks and window included
+    pool: Annotated[str, OneOf("max", "mean")] = "max"  # how the target's attention is pooled over the query
+    # heads of a KV head
+    queries: Count = 128  # query positions of a document that are sampled for training
+    by_mass: bool = True  # weight a query by its attention beyond the tokens that are always read; False: all
+    # queries count alike
+    sinks: CountOrZero = 4  # first tokens, which are always read and not learned from; at most an eighth of
+    # the text
+    window: CountOrZero = 64  # newest tokens likewise, at most half
+    recall_weight: NotNegative = 0.0  # weight of an added loss: 1 - the soft share of the target's attention
+    # that the choice holds
+    recall_rows: Count = 512  # KV entries of that choice and of the logged recall, sinks and window included
 
     def __post_init__(self) -> None:
         check(self, "method")

@@ -141,6 +141,8 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
 def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     """What a job checks by itself before it works, for each; then one line, and no job is done."""
     _own_checks(steps)
+    if not on_first_rank():
+        return
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "

@@ -89,8 +89,6 @@ def _parts(
     yield partial(_target, cfg)
     if job not in WRITES_NOTHING:
         yield partial(_writable, cfg)
-    if job == "bench":
-        yield partial(suite_checks.read_by_bench, cfg, words)
     for part in PARTS.get(job, ()):
         yield partial(part, cfg)
     if job == "export" and "train" not in before:
@@ -326,7 +324,6 @@ def _apart(cfg: DictConfig) -> None:
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
-    "preflight": (_trained, _training, _begins, _data, word_checks.staged),
     "train": (_alone, _trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
     "export": (_method, word_checks.exported, _apart),
     "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),

@@ -25,7 +25,7 @@ from longtrain.targets.at_hand import fetch_config, is_hub_id
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-READ_DATA = ("prepare", "train", "preflight", "plan")
+READ_DATA = ("prepare", "train", "plan")
 """Jobs that use the lengths of the data and of the method's offsets."""
 STEP = 256
 """Lengths of an evaluation are lowered to a multiple of so many tokens, where the window has room for one."""

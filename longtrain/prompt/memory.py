@@ -87,7 +87,7 @@ def _free(device: torch.device, cfg: DictConfig) -> float | None:
     import torch
 
     if device.type != "cuda":
-        from longtrain.jobs.preflight_needs import host_bytes
+        from longtrain.jobs.ranks_check import host_bytes
 
         found = host_bytes()
         return None if found is None else found / (1 + SPARE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +16,6 @@ if TYPE_CHECKING:
 
 WORDS_FOR_TEXT = ("bundled", "data")
 """Values of a key `text` that are no paths."""
-
-
-def read_by_bench(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Refuse typed keys that only `eval` reads, of a suite in which bench has a group, `cost`.
-
-    Raises:
-        ConfigError: such a key.
-    """
-    if "cost" not in cfg.suite:
-        return
-    for key in (word.lstrip("+").partition("=")[0] for word in words):
-        if key.startswith("suite.") and not key.startswith("suite.cost"):
-            raise ConfigError(
-                f"{key} is read by longtrain eval suite={cfg.suite.name}; bench reads lengths and: "
-                f"{', '.join(f'suite.cost.{name}' for name in cfg.suite.cost)}"
-            )
 
 
 def common_keys(cfg: DictConfig) -> None:

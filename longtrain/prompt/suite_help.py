@@ -20,8 +20,8 @@ EXAMPLES = {
 """,
     "bench": """\
   longtrain bench suite=engine target=tiny
-  longtrain bench suite=roofline lengths=[32k,128k]
-  longtrain bench suite=quantspec suite.shape=llama31_8b lengths=[32k,128k] suite.batches=[1,2,4,8]
+  longtrain bench suite=first_token suite.systems=[snapkv,laq] lengths=[8k,32k]
+  longtrain bench suite=training method=longspec lengths=[8k]
 """,
 }
 

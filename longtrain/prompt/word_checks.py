@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ def exported(cfg: DictConfig) -> None:
             from longtrain.jobs.exporting import formats
 
             formats.refuse_method(str(cfg.method.name), str(cfg.format))
+        if cfg.format == "peft" and find_spec("peft") is None:
+            raise ConfigError("format=peft needs the package peft; run: pip install 'longtrain[peft]'")
     if cfg.push:
         from longtrain.jobs.exporting import push
 

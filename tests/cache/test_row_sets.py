@@ -139,7 +139,7 @@ def test_what_reads_everything():
     ("make", "words"),
     [
         (lambda: ReadBudget(rows=68), "a budget of 68 rows, of which 4 sinks and the last 64"),
-        (lambda: ReadBudget(rows=68), "suite.window=8 of bench suite=elastic"),
+        (lambda: ReadBudget(rows=68), "select.window=8; {artifact"),
         (lambda: ReadBudget(rows=100, every=0), "select.every=0"),
         (lambda: ReadBudget(rows=100, dense_layers=(-1,)), "select.dense_layers"),
         (lambda: begin(torch.zeros(L, G + 1)), "a table of sets [2, 3]"),

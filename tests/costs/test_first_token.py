@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench.roofline import prefill_line
+from longtrain.bench.first_token import theory
 from longtrain.costs.hardware import GPUS, all_named, gpu_called
 from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes, Work
@@ -34,7 +34,12 @@ ADDED = {
 
 
 def row(tokens: int, *, causal: bool = True) -> dict[str, float]:
-    return prefill_line(ENTRIES, PromptShape(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
+    """A prefill, and what each system adds to it, by arithmetic."""
+    prompt = PromptShape(LLAMA8B, tokens, draft=LLAMA1B, causal=causal)
+    found = {"forward_tflop": prompt.prefill.flops * 1e-12, "forward_ms": prompt.prefill.ms(H100)}
+    for entry in ENTRIES:
+        found |= {f"{entry.called()}_{key}": value for key, value in theory(entry, prompt, H100)[0].items()}
+    return found
 
 
 def digits(value: float, like: float) -> float:

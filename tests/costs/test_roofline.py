@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench import roofline as bench
 from longtrain.costs import roofline
 from longtrain.costs.hardware import GPUS, gpu_called
 from longtrain.costs.model import Sizes
@@ -13,15 +12,6 @@ from longtrain.costs.roofline import Width
 LLAMA2_7B = Sizes(32, 32, 32, 128, 4096, 11008, 32000)
 LLAMA31_8B = Sizes(32, 32, 8, 128, 4096, 14336, 128256)
 A6000 = GPUS["A6000"]
-
-
-def table(gpu, *, batches, contexts, tokens):
-    return [
-        row
-        for batch in batches
-        for context in contexts
-        for row in bench.cell(LLAMA2_7B, gpu, batch, context, tokens=tokens, width=Width())
-    ]
 
 
 def test_a_step_by_hand() -> None:
@@ -45,35 +35,6 @@ def test_decoding_intensity_is_that_of_table_1() -> None:
             assert roofline.intensity(parts.linear) == pytest.approx(batch, rel=0.02)
     grouped = roofline.step(LLAMA31_8B, batch=1, context=131072)
     assert roofline.intensity(grouped.attention) == pytest.approx(4, rel=1e-3)
-
-
-def test_prefill_is_bound_by_arithmetic_and_decoding_by_memory() -> None:
-    """Figs. 2 and 5, Llama-2-7B on an A6000 at the contexts and batch sizes plotted."""
-    assert roofline.ridge(A6000) == pytest.approx(201.6, abs=0.1)
-    rows = table(A6000, batches=[1, 8, 64], contexts=[1024, 16384, 262144], tokens=1024)
-    bounds = {(row["phase"], row["aggregate_bound"]) for row in rows}
-    assert bounds == {("prefill", "compute"), ("decode", "memory")}
-    assert all(row["attention_bound"] == "compute" for row in rows if row["phase"] == "prefill")
-
-
-def test_attention_takes_over_with_context_and_batch() -> None:
-    rows = table(A6000, batches=[1, 16], contexts=[512, 32768, 131072], tokens=1024)
-    share = {
-        (row["batch"], row["context"]): row["attention_share"] for row in rows if row["phase"] == "decode"
-    }
-    assert share[1, 512] < 0.05 < 0.5 < share[1, 32768] < share[1, 131072]
-    assert share[1, 512] < share[16, 512] and share[16, 32768] > 0.9
-
-
-def test_the_cache_outgrows_eight_gpus() -> None:
-    """Fig. 6: Llama-2-7B's cache against 8 x 80 GB."""
-    (row,) = (
-        row
-        for row in table(GPUS["H100"], batches=[16], contexts=[131072], tokens=2)
-        if row["phase"] == "decode"
-    )
-    assert row["kv_gb"] == pytest.approx(16 * 68.7, rel=1e-3)
-    assert row["kv_gb"] > 8 * 80 and not row["fits"] and row["memory_share"] > 8
 
 
 def test_generation_is_the_sum_of_its_steps() -> None:

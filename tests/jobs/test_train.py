@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import train
+from longtrain.jobs import loggers, train
 from longtrain.training import checkpoint, table
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven clever owls watch from an old oak".split()  # noqa: SIM905
@@ -297,7 +297,7 @@ def test_debug_groups_run(compose, tmp_path, debug):
 def test_the_id_on_a_server_is_the_runs_own_and_stays(compose, tmp_path):
     def drawn(name, *, anew=False):
         cfg = compose("logger=wandb", name=name)
-        train._settle_wandb_id(cfg, tmp_path / name, anew=anew)
+        loggers.settle_wandb_id(cfg, tmp_path / name, anew=anew)
         return cfg.logger.wandb.id
 
     first = drawn("a")
@@ -310,6 +310,17 @@ def test_loggers_by_config(compose, tmp_path):
     assert list((tmp_path / "runs/toy/train/tensorboard").glob("events.out.*"))
     train.run(compose("logger=wandb", "logger.wandb.offline=true", name="w"))
     assert list((tmp_path / "runs/w/train/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_logger_names_its_extra_before_anything_is_loaded(compose, name, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda package: None)
+    with pytest.raises(
+        ConfigError, match=rf"logger={name} needs .*pip install 'longtrain\[{name}\]'"
+    ) as error:
+        train.check(compose(f"logger={name}"))
+    assert "\n" not in str(error.value)
+    train.check(compose("logger=csv"))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -85,9 +85,9 @@ def test_a_whole_run_over_two_nodes(slurm: Any, job: Callable[..., str]) -> None
     logs = slurm.work / f"longtrain-train-{number}"
     host = slurm.nodes[0]  # both nodes are on this machine, whose name srun gives their files
     assert {file.name for file in logs.iterdir()} == {
-        f"{step}-0.{host}-{rank}.log" for step in ("preflight", "train") for rank in (0, 1)
+        f"{step}-0.{host}-{rank}.log" for step in ("dry_run", "train") for rank in (0, 1)
     }
-    assert "preflight ok: ranks=2 nodes=2 all_reduce=gloo" in log_of(slurm, number)
+    assert "ranks=2 nodes=2 all_reduce=gloo" in log_of(slurm, number)
     assert "step=6/6" in log_of(slurm, number) and "train done" in log_of(slurm, number)
 
 

@@ -134,7 +134,7 @@ def tile_for(rows: int, bits: int) -> BlockTile:
 
 
 def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[AnyTile, ...]:
-    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
+    """Tiles that may beat the chosen one on another device, for `benchmarks kernels`.
 
     Args:
         rows: packed rows.

@@ -200,7 +200,7 @@ def _tiles(bits: int, group: int) -> tuple[FragmentTile, ...]:
 
 
 def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
-    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
+    """Tiles that may beat the chosen one on another device, for `benchmarks kernels`."""
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
     found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=64)]

@@ -196,7 +196,7 @@ def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
 
 
 def candidates(rows: int) -> tuple[TreeTile, ...]:
-    """Tiles in half precision that may beat the chosen one on another device, for `bench suite=kernels`."""
+    """Tiles in half precision that may beat the chosen one on another device, for `benchmarks kernels`."""
     first = tile_for(rows, torch.bfloat16)
     if first.rows == 16:
         return (

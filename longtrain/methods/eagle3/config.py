@@ -19,13 +19,13 @@ class Config:
 
     layers: list[int] | None = None  # target layers whose outputs are read, lowest first (0-based); null: as
     # the authors choose them, three evenly spread ones where the target has fewer than 8 layers
-    draft_vocab_size: CountOrZero = 32000  # most frequent tokens of the training answers that are drafted;
-    # 0, or as many as the target has or more: the target's whole vocabulary
+    draft_vocab_size: CountOrZero = 32000  # size of the draft's vocabulary, the most frequent tokens of the
+    # training answers; 0 or at least the target's: the target's vocabulary
     depths: Count = 7  # steps of the training-time test (§3.2; the authors' code)
     depth_decay: Positive = 0.8  # weight of depth k is depth_decay ** k (the authors' code)
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "lk_hybrid"  # kl: the paper's; lk: -log of the accepted
     # share; lk_hybrid: from kl to 1 - accepted share; tv: 1 - accepted share
-    kl_decay: NotNegative = 3.0  # of lk_hybrid: weight of kl is exp(-kl_decay * accepted share)
+    kl_decay: NotNegative = 3.0  # lk_hybrid: the weight of kl is exp(-kl_decay * accepted share)
     warm_start: bool = True  # begin with the target's own weights where they fit; False: at random
     head: Annotated[str, OneOf("trained", "frozen")] = "trained"  # the LM head over the draft's vocabulary
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each of the target's states before fc
@@ -38,9 +38,8 @@ class Config:
     anchors: CountOrZero = 4  # tokens that keep their positions
     offset_max_tokens: CountOrZero = 0  # positions stay below this; 0: the target's own limit
     offset_max_doc_tokens: CountOrZero = 0  # longer documents keep vanilla positions; 0: all are offset
-    chunk_tokens: CountOrZero = (
-        8192  # rows whose activations exist at once (exact gradient); 0: the whole row
-    )
+    chunk_tokens: CountOrZero = 8192  # tokens whose activations exist at once (the gradient stays exact); 0:
+    # the whole packed sequence
     intermediate_size: CountOrZero = 0  # of the MLP; 0: the target's
     n_heads: CountOrZero = 0  # query heads; 0: the target's
     n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's
@@ -49,7 +48,7 @@ class Config:
     qk_norm: bool = False  # RMSNorm on each head of q and k
     rms_norm_eps: NotNegative = 0.0  # 0: the target's
     rope: dict[str, Any] | None = None  # `rope_parameters` of transformers; null: the target's
-    own_embeddings: bool = False  # an embedding table of the draft's own (imported drafts that trained one)
+    own_embeddings: bool = False  # the draft has its own embedding table (some imported drafts)
 
     def __post_init__(self) -> None:
         check(self, "method")

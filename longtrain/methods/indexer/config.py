@@ -12,4 +12,4 @@ from longtrain.settings import Count
 class Config(SetLearning):
     """A low-dimensional indexer and how it is trained (RTPurbo, arXiv 2605.16928)."""
 
-    dims: Count = 16  # size of a query head's and of a KV head's index (the paper's, of heads of 128)
+    dims: Count = 16  # dimensions of the indexer's query and key of each head (the paper's, for heads of 128)

@@ -81,9 +81,8 @@ class Config:
     members: Annotated[Members, made_by(_members)] = field(
         default_factory=Members
     )  # settings of each method, by its name; {}: all train, each with its own defaults
-    lr_scales: Annotated[Scales, made_by(_scales)] = field(
-        default_factory=Scales
-    )  # factor on optim.lr of each, by its name; {}: 1 for all
+    lr_scales: Annotated[Scales, made_by(_scales)] = field(default_factory=Scales)  # factor on optim.lr of
+    # each method, by its name; {}: 1 for all
 
     def __post_init__(self) -> None:
         check(self, "method")

@@ -30,9 +30,11 @@ class Config:
     guard_every: int = 64  # one training micro-batch in N, on average (by its seed), checks the target's own
     # loss under offsets; 0: never
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
-    head_bits: int = 0  # of the LM head that drafts read; 16: the target's own; 4: a copy in 4 bits, read in
-    # a third of the time; 0: the copy for up to 16 rows on a GPU if the vocabulary has 32768 tokens or more
-    chunk_tokens: int = 8192  # rows whose activations exist at once (exact gradient); 0: the whole row
+    head_bits: int = 0  # bits of the LM head that drafts use; 16: the target's own; 4: a 4-bit copy, read in
+    # a third of the time; 0: the copy on a GPU for up to 16 tokens a level if the vocabulary has 32768 tokens
+    # or more
+    chunk_tokens: int = 8192  # tokens whose activations exist at once (the gradient stays exact); 0: the
+    # whole packed sequence
 
     def __post_init__(self) -> None:
         for key, low in (

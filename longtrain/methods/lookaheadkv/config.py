@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from longtrain.settings import Count, CountOrZero, Kernel, NotNegative, OneOf, Positive, check, wrong
 
+FORMATS = ("peft",)
+"""Formats of other tools that `export format=` writes."""
+
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linears of a decoder layer that LoRA may be added to."""
 
@@ -21,26 +24,24 @@ class Config:
     """Lookahead tokens and their LoRA, and how they are trained (LookaheadKV, arXiv 2603.10899, §3, §4.1)."""
 
     n_lookahead: Count = 32  # soft tokens that stand for the response (§4.1)
-    lora_rank: Count = 8  # rank of the LoRA on the soft tokens' rows (§4.1)
+    lora_rank: Count = 8  # rank of the LoRA on the soft tokens (§4.1)
     lora_alpha: Positive = 32.0  # its output is scaled by alpha / rank (§4.1)
     lora_targets: Any = "all"  # all, qv, none (Table 5), or a list of q, k, v, o, gate, up, down
     pool_kernel: Kernel = 7  # max-pooling of scores over neighbours before the selection; odd; 1: none
-    reduction: Annotated[str, OneOf("mean", "max")] = (
-        "mean"  # of the scores of query heads that share a KV head: mean, max
-    )
-    init_std: NotNegative = 0.0  # of fresh soft tokens; 0: that of the target's own embeddings (ours)
-    suffix_window: CountOrZero = 0  # average in the scores of the last N queries (Table 7: 32 hurts); 0: no
+    reduction: Annotated[str, OneOf("mean", "max")] = "mean"  # how scores of query heads that share a KV head
+    # are combined: mean, max
+    init_std: NotNegative = 0.0  # standard deviation of new soft tokens; 0: that of the target's embeddings
+    # (ours)
+    suffix_window: CountOrZero = 0  # average also over the last N queries (Table 7: 32 is worse); 0: off
     embedding_lr_scale: Positive = 1.0  # factor on optim.lr for the soft tokens (ours; 5 trains well)
-    budgets: list[Count] = field(
-        default_factory=list
-    )  # add the KL among the true best N tokens (ours); []: no
+    budgets: list[Count] = field(default_factory=list)  # also add the KL among the N tokens with the highest
+    # true scores, for each N (ours); []: no
     budget_weight: NotNegative = 1.0  # weight of that term, a mean over `budgets`
-    adaptive: Any = False  # how a budget is shared out unless evict.adaptive says: false (the paper's: as
-    # many rows in every head), heads or layers (ours: rows move to the heads that want them)
-    response: Annotated[str, OneOf("answer", "question_answer")] = (
-        "answer"  # what the labels of the data cover: answer; question_answer: the question too,
-    )
-    # which the module then cannot see (query-agnostic); recorded in the artifact
+    adaptive: Any = False  # how a budget is shared if evict.adaptive does not say: false (the paper's: the
+    # same in every head), heads (among the heads of a layer) or layers (among all heads; both ours)
+    response: Annotated[str, OneOf("answer", "question_answer")] = "answer"  # what the labels of the data
+    # cover: answer; question_answer: also the question, which the module then does not see (query-agnostic);
+    # stored in the artifact
 
     def __post_init__(self) -> None:
         check(self, "method")

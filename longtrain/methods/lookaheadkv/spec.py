@@ -12,6 +12,7 @@ from longtrain.data.config import DataConfig
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.lookaheadkv.adapter import FORMATS
 from longtrain.methods.lookaheadkv.config import Config, check_adaptive
 from longtrain.methods.lookaheadkv.cost import COST
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
@@ -103,6 +104,7 @@ SPEC = MethodSpec(
     golden_keys={"budget_ratio": 1.0},
     check_data=_check_data,
     files=peft_files,
+    formats=FORMATS,
     elsewhere={"kvpress": IN_KVPRESS},
     cost=COST,
 )

@@ -17,15 +17,15 @@ class Config:
     4-bit cache has.
     """
 
-    policy: Annotated[str, OneOf("streaming_llm", "snapkv")] = (
-        "streaming_llm"  # rows of the context: streaming_llm (first and newest), snapkv (by scores)
-    )
-    budget: Positive = 0.25  # share of the prompt's rows that the draft has, of each layer and KV head
-    least_tokens: Count = 128  # rows that the draft has in any case; shorter prompts are read whole
-    sinks: CountOrZero = 4  # streaming_llm: first rows that stay
-    window: Count = 32  # snapkv: last rows of the prompt whose attention chooses
-    kernel: Kernel = 7  # snapkv: rows of the max-pool over scores, odd; 1: off
-    recent_tokens: Count = 512  # snapkv: newest rows of the text among the budget, at most half of it
+    policy: Annotated[str, OneOf("streaming_llm", "snapkv")] = "streaming_llm"  # KV entries that the draft
+    # reads: streaming_llm (first and newest), snapkv (by scores)
+    budget: Positive = 0.25  # share of the prompt's KV entries that the draft reads, in each layer and KV
+    # head
+    least_tokens: Count = 128  # KV entries that the draft reads at least; shorter prompts are read whole
+    sinks: CountOrZero = 4  # streaming_llm: first tokens that stay
+    window: Count = 32  # snapkv: last tokens of the prompt whose attention chooses
+    kernel: Kernel = 7  # snapkv: width of the max-pooling over scores, odd; 1: off
+    recent_tokens: Count = 512  # snapkv: newest tokens among the budget, at most half of it
     cache: target_cache.TargetCache = (
         "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
     )

@@ -22,8 +22,8 @@ class Config:
     rope_base: float = 500000.0  # rotary base
     max_positions: int = 16384  # context, tokens
     text_weight: float = 1.0  # loss weight of running text
-    answer_weight: float = 1.5  # loss weight of the assistant's words
-    value_weight: float = 5.0  # loss weight of answer tokens that can only come from the context
+    answer_weight: float = 1.5  # loss weight of the assistant's tokens
+    value_weight: float = 5.0  # loss weight of answer tokens that can only be known from the context
     tokenizer: str = ""  # folder of the tokenizer; empty: the one that `prepare` trained beside the data
-    init_seed: int = 0  # of the initial weights
+    init_seed: int = 0  # seed of the initial weights
     compile: bool = False  # torch.compile the decoder layers: faster steps after a minute of compiling

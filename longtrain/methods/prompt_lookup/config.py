@@ -13,9 +13,8 @@ from longtrain.settings import check, within
 class Config:
     """Drafts copied from the text itself, prompt and answer alike (LLMA, arXiv 2304.04487)."""
 
-    ngram: Annotated[int, within(1, 16)] = (
-        3  # most tokens at the end of the text that are looked up; fewer where these are not found
-    )
+    ngram: Annotated[int, within(1, 16)] = 3  # tokens at the end of the text that are looked up; fewer if
+    # they are not found
     cache: target_cache.TargetCache = (
         "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
     )

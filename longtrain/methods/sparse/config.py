@@ -32,21 +32,21 @@ class Config:
     attend to).
     """
 
-    rule: Annotated[str, OneOf(*OPTIONS)] = (
-        "window"  # how rows are scored: window, random, quest, clusterkv, shadowkv, previous, reused, ...
-    )
-    page: Count = 16  # quest: rows of a page (the paper's)
-    cluster_tokens: Count = 80  # clusterkv: prompt rows a cluster, on average (the paper's)
-    cluster_every: Count = 320  # clusterkv: generated rows that are clustered together (the paper's)
-    new_clusters: Count = 4  # clusterkv: clusters of these (the paper's)
+    rule: Annotated[str, OneOf(*OPTIONS)] = "window"  # how KV entries are scored: window, random, quest,
+    # clusterkv, shadowkv, previous, reused, shared_oracle, oracle
+    page: Count = 16  # quest: tokens of a page (the paper's)
+    cluster_tokens: Count = 80  # clusterkv: prompt tokens a cluster, on average (the paper's)
+    cluster_every: Count = 320  # clusterkv: generated tokens that are clustered together (the paper's)
+    new_clusters: Count = 4  # clusterkv: clusters of each `cluster_every` generated tokens (the paper's)
     iterations: Count = 10  # clusterkv: most rounds of k-means
-    chunk: Count = 8  # shadowkv: rows of a landmark (the paper's)
-    outliers: Share = 0.003  # shadowkv: share of the prompt's chunks that is read in any case; the paper's
-    layer: CountOrZero = 2  # reused: the layer whose set all others read
-    groups: Count = 1  # shared_oracle: groups of neighbouring layers, each with a set of its own
-    all_heads: bool = False  # shared_oracle: KV heads share a set too
-    prompt_only: bool = False  # quest, clusterkv, shadowkv: generated rows are read first, as in their papers
-    seed: CountOrZero = 0  # random: of the choice
+    chunk: Count = 8  # shadowkv: tokens of a chunk (the paper's)
+    outliers: Share = 0.003  # shadowkv: share of the prompt's chunks that is always read (the paper's)
+    layer: CountOrZero = 2  # reused: the layer whose choice all layers read
+    groups: Count = 1  # shared_oracle: groups of neighbouring layers, each with its own choice
+    all_heads: bool = False  # shared_oracle: KV heads share one choice too
+    prompt_only: bool = False  # quest, clusterkv, shadowkv: generated tokens are read first, as in their
+    # papers
+    seed: CountOrZero = 0  # random: seed of the choice
 
     def __post_init__(self) -> None:
         check(self, "method")

@@ -18,21 +18,21 @@ SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
 class Config(SetLearning):
     """A retrieval head and how it is trained (SpeContext, arXiv 2512.00722, §4; its training is ours)."""
 
-    variant: Annotated[str, OneOf(SHIFTED, EMBEDDING, LAGGED)] = SHIFTED  # what a token's row is made of:
-    # shifted: its embedding and EAGLE-3's feature of the token before; embedding: embeddings alone; lagged:
+    variant: Annotated[str, OneOf(SHIFTED, EMBEDDING, LAGGED)] = SHIFTED  # what the head reads for a token:
+    # shifted: its embedding and EAGLE-3's states of the token before; embedding: embeddings alone; lagged:
     # its embedding and the target's last state of the token before
-    layers: list[int] | None = None  # shifted: target layers of the feature, as EAGLE-3's; null: its defaults
-    sets: Count = 1  # groups of successive layers, each with sets of its own; 1: the paper's, one for all
-    share_keys: bool = (
-        True  # the groups have queries of their own and one key a row; False: keys of their own
-    )
-    mapping: Annotated[str, OneOf("identity", "calibrated")] = (
-        "identity"  # which set a KV head reads: that of
-    )
-    # its own number in its layer's group; calibrated: the one that held most of its attention in training
-    row: Annotated[str, OneOf("token", "feature")] = "token"  # the target's row that a row of the head stands
-    # for: that of its token, or that of its feature, one before (a draft's rows say neither)
-    conv: Count = 4  # embedding: embeddings that a row is mixed of, its own the last
+    layers: list[int] | None = None  # shifted: target layers whose states are read, as in EAGLE-3; null:
+    # EAGLE-3's defaults
+    sets: Count = 1  # groups of successive layers, each with its own choice; 1: one for all layers (the
+    # paper's)
+    share_keys: bool = True  # the groups share one key a token and have their own queries; False: their own
+    # keys too
+    mapping: Annotated[str, OneOf("identity", "calibrated")] = "identity"  # which of the head's choices a KV
+    # head of the target reads: identity: the one with its own number; calibrated: the one that held most of
+    # its attention in training
+    row: Annotated[str, OneOf("token", "feature")] = "token"  # the target's KV entry that a token of the head
+    # stands for: token (its own) or feature (that of the token before, whose states it reads)
+    conv: Count = 4  # embedding: the last embeddings that are mixed into a token's state
     mlp: CountOrZero = 0  # width of a gated MLP before queries and keys; 0: none, as in the paper
     n_heads: CountOrZero = 0  # query heads; 0: the target's
     n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.acceptance_law import GivenAcceptance
+from benchmarks.speculation_cells import FULL, PLAIN_NAME, CycleCell, CyclesSettings, cells_of
 from longtrain import plots
 from longtrain.bench import clock
-from longtrain.bench.acceptance_law import GivenAcceptance
 from longtrain.bench.cycles import CycleCounts, phase_columns, random_ids, ready, split, whole
-from longtrain.bench.speculation_cells import FULL, PLAIN_NAME, CycleCell, CyclesSettings, cells_of
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.costs.cycle import bound_ms, bytes_read, expected_ms
 from longtrain.costs.hardware import GIB
@@ -310,7 +310,6 @@ def _batches(rows: Sequence[Row], context: str) -> bytes:
 BENCH = Bench(
     settings=CyclesSettings,
     run=run,
-    ignore=("eval", "text", "prompts", "max_new_tokens"),
     report=report,
     pictures=pictures,
 )

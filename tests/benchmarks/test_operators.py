@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtrain.bench import attention_baselines as stock
-from longtrain.bench import decoding_attention, linears
-from longtrain.bench.decoding_attention import RECENT, AttentionCall, KernelsSettings
+from benchmarks import attention_baselines as stock
+from benchmarks import decoding_attention, linears
+from benchmarks.decoding_attention import RECENT, AttentionCall, KernelsSettings
 from longtrain.bench.suites import Context
 from longtrain.cache.room import hierarchical_bytes
 from longtrain.costs.model import Sizes

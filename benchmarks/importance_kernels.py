@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.operators import RandomInputs, Shape, bound
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, bound
-from longtrain.bench.suites import Context, Row
+from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
+from longtrain.costs.model import Sizes
 from longtrain.kernels import importance
 from longtrain.kernels.importance import Span, reference
-
-if TYPE_CHECKING:
-    from longtrain.targets.info import TargetInfo
+from longtrain.settings import NOT_EMPTY, Count, Tokens
 
 COLUMNS = {
     "rows": "rows",
@@ -44,6 +43,28 @@ MOST_SUFFIX_ROWS = 128
 WARMUP = 3
 """Calls that are not counted."""
 
+
+@dataclass(frozen=True)
+class ImportanceSettings:
+    """The keys of `suite=importance`.
+
+    Args:
+        shape: the model whose heads are measured.
+        dtype: the type of queries, keys and values.
+        cells: observing tokens and prompt keys of each measurement.
+        repeats: timed calls of each kernel.
+    """
+
+    shape: Shape
+    dtype: Dtype
+    cells: Annotated[
+        tuple[tuple[Tokens, Tokens], ...],
+        NOT_EMPTY,
+        Auto([[32, "8k"], [32, "32k"], [32, "128k"], [512, "16k"]], [[8, 256], [32, 512]]),
+    ]
+    repeats: Count = 30
+
+
 Outputs = Callable[[int], tuple[Tensor, ...]]
 """An operator on the i-th copy of the keys."""
 
@@ -66,7 +87,7 @@ class ObservedPrompt:
 def measure(
     context: Context,
     dtype: torch.dtype,
-    info: TargetInfo,
+    info: Sizes,
     cells: Sequence[tuple[int, int]],
     *,
     repeats: int,
@@ -76,7 +97,7 @@ def measure(
     Args:
         context: the device.
         dtype: the type of queries, keys and values.
-        info: the target whose heads they have.
+        info: the sizes of the model whose heads they have.
         cells: (rows, keys) pairs.
         repeats: calls counted.
     """
@@ -136,7 +157,7 @@ def _work(call: str, ops: Any, x: ObservedPrompt) -> Outputs:
     return backward
 
 
-def _prompt(inputs: RandomInputs, info: TargetInfo, n_rows: int, n_keys: int) -> ObservedPrompt:
+def _prompt(inputs: RandomInputs, info: Sizes, n_rows: int, n_keys: int) -> ObservedPrompt:
     inputs.restart()
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
     size = 2 * n_keys * G * D * inputs.dtype.itemsize
@@ -154,3 +175,13 @@ def _prompt(inputs: RandomInputs, info: TargetInfo, n_rows: int, n_keys: int) ->
         [Span((0, n_rows), 0, (0, n_keys))],
         D**-0.5,
     )
+
+
+def run(settings: ImportanceSettings, context: Context) -> Iterator[Row]:
+    """The importance kernels of every cell."""
+    sizes = Sizes.of_keys(shape_keys(settings.shape))
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    yield from measure(context, dtype, sizes, settings.cells, repeats=settings.repeats)
+
+
+BENCH = Bench(settings=ImportanceSettings, run=run, columns=COLUMNS)

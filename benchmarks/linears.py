@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from benchmarks.operators import RandomInputs, Shape, bandwidth, distance, replayed
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, Shape, bandwidth, distance, replayed
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.costs.model import Sizes
 from longtrain.kernels import int4_linear

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.elastic import growth, mixes, steps, traffic
+from benchmarks.elastic.settings import ElasticSettings
 from longtrain.bench import clock
-from longtrain.bench.elastic import growth, mixes, steps, traffic
-from longtrain.bench.elastic.settings import ElasticSettings
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.errors import ConfigError
 from longtrain.tables import of_rows

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.elastic.settings import ElasticSettings
+from benchmarks.elastic.steps import sparse, timed
 from longtrain import plots
-from longtrain.bench.elastic.settings import ElasticSettings
-from longtrain.bench.elastic.steps import sparse, timed
 from longtrain.bench.suites import Row
 from longtrain.cache.elastic import ElasticCache, Offloading
 from longtrain.cache.row_sets import ReadBudget

@@ -1,4 +1,4 @@
-"""Whether a row of a decoding step comes out the same however many rows the step has."""
+"""Whether a token of a decoding step comes out the same however many tokens the step has."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import rows as rows_of_a_step
 from longtrain import methods
-from longtrain.bench import rows as rows_of_a_step
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
@@ -90,3 +90,14 @@ def test_a_text_over_a_blocks_end_is_refused(target):
         ConfigError, match="16 tokens after a prompt of 250 on a cache that quantises after 6"
     ):
         rows_of_a_step.measure(target, quantspec(target), tokens(250, 0), tokens(16, 1), counts=[2])
+
+
+def test_rows_of_a_step_beside_single_rows(measured, capsys):
+    rows = measured("rows", "target.path=tiny", "lengths=[128]", "suite.row_counts=[1,3]")
+    assert [(row["cache"], row["rows"]) for row in rows] == [
+        (cache, count) for cache in ("quantised", "plain") for count in (1, 3)
+    ]
+    assert {row["context_tokens"] for row in rows} == {129} and {row["section"] for row in rows} == {"rows"}
+    assert all(row["logits_equal"] for row in rows if row["rows"] == 1)
+    assert all(row["same_argmax"] == 1.0 for row in rows)
+    assert "| quantised | 129 | 3 |" in capsys.readouterr().out

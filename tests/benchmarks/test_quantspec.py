@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from benchmarks import acceptance_law as accept
+from benchmarks.speculation import CellRunner, compare
+from benchmarks.speculation_cells import FULL, RECORDED, CycleCell, CyclesSettings, cells_of
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.bench import acceptance_law as accept
 from longtrain.bench import cycles
 from longtrain.bench.cycles import CycleCounts
-from longtrain.bench.speculation import CellRunner, compare
-from longtrain.bench.speculation_cells import FULL, RECORDED, CycleCell, CyclesSettings, cells_of
 from longtrain.bench.suites import Context
 from longtrain.costs.cycle import Forward, bound_ms, bytes_read, expected_ms
 from longtrain.costs.hardware import GPUS

@@ -1,4 +1,4 @@
-"""What `bench suite=quantspec` measures of a shape: systems at contexts, batches and shapes of drafts."""
+"""What the suite `quantspec` measures of a shape: systems at contexts, batches and shapes of drafts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from benchmarks.acceptance_law import AcceptanceLaw, independent, recorded
+from benchmarks.operators import Shape
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.bench.acceptance_law import AcceptanceLaw, independent, recorded
 from longtrain.bench.suites import Auto, Context, Row, shape_keys
 from longtrain.costs.cycle import Forward
 from longtrain.costs.model import ITEM, Sizes
@@ -42,7 +43,7 @@ Drafted = Annotated[int, within(1, MAX_NODES - 1)]
 
 @dataclass(frozen=True)
 class CyclesSettings:
-    """The keys of `suite=quantspec` with `suite.shape`.
+    """The keys of `suite=quantspec`.
 
     Args:
         shape: the model: a published name, or the keys of a `config.json`.
@@ -63,7 +64,7 @@ class CyclesSettings:
         memory_gib: GPU memory that may be used; None: all.
     """
 
-    shape: str | dict[str, Any]
+    shape: Shape
     lengths: Lengths
     systems: tuple[Any, ...] | Literal["auto"]
     shape_systems: tuple[Any, ...]

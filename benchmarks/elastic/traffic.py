@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.elastic.overlap import overlapping
+from benchmarks.elastic.settings import MODES, ElasticSettings
+from benchmarks.elastic.steps import sparse
 from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.cycles import random_ids, random_states
-from longtrain.bench.elastic.overlap import overlapping
-from longtrain.bench.elastic.settings import MODES, ElasticSettings
-from longtrain.bench.elastic.steps import sparse
 from longtrain.bench.suites import Context, Row
 from longtrain.cache.elastic import Offloading
 from longtrain.cache.row_sets import ReadBudget, RowSets

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from benchmarks.operators import RandomInputs, Shape, bandwidth
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, Shape, bandwidth
 from longtrain.bench.suites import Auto, Bench, Context, Row, shape_keys
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache

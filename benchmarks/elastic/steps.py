@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.elastic.overlap import OverlapSelector
+from benchmarks.elastic.settings import MODES, ElasticSettings
 from longtrain.bench import clock
 from longtrain.bench.cycles import CycleCounts, random_ids, ready
-from longtrain.bench.elastic.overlap import OverlapSelector
-from longtrain.bench.elastic.settings import MODES, ElasticSettings
 from longtrain.bench.suites import Context, Row
 from longtrain.cache.base import KVCache
 from longtrain.cache.elastic import ElasticCache, Offloading

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks import attention_baselines as stock
+from benchmarks.operators import RandomInputs, bandwidth, bound, distance, replayed
 from longtrain import plots
-from longtrain.bench import attention_baselines as stock
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, bandwidth, bound, distance, replayed
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row
 from longtrain.kernels.hierarchical import layout
 from longtrain.kernels.hierarchical.attention import hier_attention

@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.elastic.growth import at_length
+from benchmarks.elastic.settings import ADAPTIVE, FULL, FULL_HOST, MODES, ElasticSettings
+from benchmarks.elastic.steps import plain, room, sparse, timed
 from longtrain.bench import clock
 from longtrain.bench.cycles import random_ids
-from longtrain.bench.elastic.growth import at_length
-from longtrain.bench.elastic.settings import ADAPTIVE, FULL, FULL_HOST, MODES, ElasticSettings
-from longtrain.bench.elastic.steps import plain, room, sparse, timed
 from longtrain.bench.suites import Row
 from longtrain.cache.elastic import Offloading
 from longtrain.cache.row_sets import ReadBudget

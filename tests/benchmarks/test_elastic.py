@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.elastic.steps import shares
 from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
-from longtrain.bench.elastic.steps import shares
 from longtrain.bench.suites import Context, bench_of
 from longtrain.cache import elastic
 from longtrain.cache.row_store import RowStore

@@ -1,25 +1,20 @@
-"""What arithmetic alone says: which resource decoding and prefill wait for, and what the first token takes.
+"""Which resource decoding and prefill wait for, by arithmetic alone; nothing is run.
 
-Nothing is run. Methods and policies say themselves what they add to the first token.
 Source: QuantSpec §3.1, Figs. 2, 5 and 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from longtrain import methods
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.costs import hardware, roofline
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import PromptShape
 from longtrain.costs.model import ITEM, Sizes
 from longtrain.costs.roofline import Width
-from longtrain.methods import policies
 from longtrain.settings import Count, Counts, Lengths
-from longtrain.systems import Entry
 from longtrain.tables import of_rows
 
 COLUMNS = {
@@ -101,48 +96,6 @@ def report(rows: Sequence[Row], settings: RooflineSettings, context: Context) ->
     """The table, and whose roofline it is."""
     shape = settings.shape if isinstance(settings.shape, str) else "the given shape"
     return f"{of_rows(rows, COLUMNS)}\n\nRoofline of {shape} on {settings.gpu}"
-
-
-def first_token_theory(entry: Entry, prompt: PromptShape, gpu: Gpu) -> tuple[Mapping[str, float], str]:
-    """What a system adds to the first token by arithmetic, and the figure that is to be measured."""
-    if entry.method is not None:
-        cost = methods.get(entry.method.name).cost
-        if cost.first_token is not None:
-            return cost.first_token(entry.config(), prompt, gpu), cost.as_built
-    if entry.is_policy and entry.policy is not None:
-        return policies.policy_class(entry.policy.name).first_token(prompt, gpu), "ms"
-    return {}, "ms"
-
-
-def prefill_line(entries: Sequence[Entry], prompt: PromptShape, gpu: Gpu) -> Row:
-    """Milliseconds and TFLOP of a prefill, and what each system adds to it."""
-    base = prompt.prefill
-    found: Row = {
-        "gpu": gpu.name,
-        "prompt_tokens": prompt.tokens,
-        "attention": "causal" if prompt.causal else "full",
-        "forward_tflop": base.flops * 1e-12,
-        "forward_ms": base.ms(gpu),
-    }
-    for entry in entries:
-        figures, _ = first_token_theory(entry, prompt, gpu)
-        found |= {f"{entry.called()}_{key}": value for key, value in figures.items()}
-    return found
-
-
-def first_token_tables(rows: Sequence[Row]) -> str:
-    """A table for each shape and GPU."""
-    done = [row for row in rows if "failed" not in row]
-    found = []
-    columns = {"prompt": "prompt_tokens", "attention": "attention"}
-    for key in dict.fromkeys(key for row in done for key in row if key.endswith(("_tflop", "_ms", "_gb"))):
-        words = key.replace("_tflop", " TFLOP").replace("_gb", " GB").replace("_", " ")
-        added = key.endswith("_ms") and key != "forward_ms"
-        columns[words.removesuffix(" ms") + " +" if added else words] = key
-    for shape, draft, gpu in dict.fromkeys((row["shape"], row["draft_shape"], row["gpu"]) for row in done):
-        own = [row for row in done if (row["shape"], row["gpu"]) == (shape, gpu)]
-        found.append(f"{shape}, drafts of {draft}, {gpu}:\n\n{of_rows(own, columns)}")
-    return "\n\n".join(found)
 
 
 BENCH = Bench(settings=RooflineSettings, run=run, report=report)
