@@ -56,7 +56,7 @@ class Pace:
 def follow(
     stream: Iterable[T], what: str, *, total: int | None = None, unit: str = "documents"
 ) -> Iterator[T]:
-    """The same stream, with its progress shown while it is read.
+    """The same stream, with its progress shown while it is read; without a terminal where that takes long.
 
     Args:
         stream: what is read.
@@ -64,7 +64,7 @@ def follow(
         total: how many items it has, where that is known.
         unit: what is counted.
     """
-    with Progress(total, 0, unit) as progress:
+    with Progress(total, 0, unit, announced=False) as progress:
         for item in stream:
             yield item
             progress.advance(what, 1)
@@ -79,6 +79,8 @@ class Progress:
         unit: what is counted.
         every_s: seconds between two log lines where there is no terminal.
         bar: whether a terminal shows a bar.
+        announced: whether the log says before the first is done how many there are, and when all are; else it
+            is silent about what takes less than `every_s`.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class Progress:
         *,
         every_s: float = EVERY_S,
         bar: bool = True,
+        announced: bool = True,
     ) -> None:
         self.total, self.done, self.before, self.unit = total, done, done, unit
+        self.announced = announced
         self.every_s, self.on_terminal = every_s, bar and sys.stderr.isatty()
         self._bar: Any = None
 
@@ -99,9 +103,9 @@ class Progress:
         self._pace = Pace(self.done, self._told)
         if self.total != 0 and self.on_terminal:
             self._start_bar()
-        elif self.total:
+        elif self.total and self.announced:
             before = f" done_before={self.before}" if self.before else ""
-            log.info("%s=%d%s", self.unit.replace(" ", "_"), self.total, before)
+            log.info("to do: %s=%d%s", self.unit.replace(" ", "_"), self.total, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,8 +130,8 @@ class Progress:
             return
         now = time.monotonic()
         self._pace.mark(self.done, now)
-        if now - self._told >= self.every_s or self.done == self.total:
-            self._told = now
+        if now - self._told >= self.every_s or (self.announced and self.done == self.total):
+            self._told, self.announced = now, True
             left = f" of={self.total} left_s={self._pace.left_s(self.total):.0f}" if self.total else ""
             log.info("%s: %s=%d%s", what, self.unit.replace(" ", "_"), self.done, left)
 

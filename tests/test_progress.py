@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from longtrain import tables
+from longtrain import progress, tables
 from longtrain.progress import Pace, Progress
 from longtrain.training import callbacks
 from longtrain.training.callbacks import ProgressBar
@@ -65,6 +65,17 @@ def test_a_long_name_leaves_the_counts_of_a_bar_whole(monkeypatch: pytest.Monkey
         line = stream.getvalue().splitlines()[-1]
     assert "1234/12345 timed prompts 0:00:0" in line and "speed of tiny_longspec" in line
     assert "left -:--:--" in line or "left 0:0" in line
+
+
+def test_what_takes_seconds_is_no_line_of_a_log(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    caplog.set_level("INFO")
+    assert list(progress.follow("abc", "answers", total=3, unit="batches")) == ["a", "b", "c"]
+    assert not caplog.records
+    monkeypatch.setattr(progress.time, "monotonic", iter(range(0, 1000, 20)).__next__)
+    assert list(progress.follow("abc", "answers", total=3, unit="batches")) == ["a", "b", "c"]
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["answers: batches=2 of=3 left_s=20", "answers: batches=3 of=3 left_s=0"]
 
 
 def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:

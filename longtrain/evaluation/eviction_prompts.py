@@ -42,7 +42,10 @@ TASKS = (*QUESTION_TASKS, CONTINUE)
 NAME = re.compile(r"\b(?!VAR\b)[A-Z]{2,}\b")
 """Names of variables in an answer, which may say VAR before each as the text does."""
 QUOTED = 8
-"""Words of a quotation that are compared."""
+"""Words of a quotation that are compared, or those up to the end of its sentence where that comes before."""
+LEAST_QUOTED = 3
+"""Words of a quotation that are compared in any case: one or two stand in an answer by chance."""
+SENTENCE_END = re.compile(r"[.!?](?=\W*$)")
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def judge(prompt: Prompt, text: str) -> Judged:
     """Marks of an answer to a question.
 
     The share is RULER's string match: of the values asked for, those that stand in the answer, case ignored;
-    of a quotation its first `QUOTED` words in a row, since its question does not say how long it goes on.
+    of a quotation its first words in a row (`quoted`), since its question does not say how long it goes on.
     Exact are the values asked for, in any order, and no other number or name, and a quotation that begins
     with those words.
 
@@ -146,8 +149,7 @@ def judge(prompt: Prompt, text: str) -> Judged:
     """
     found = match_all(_spaced(clean(text)), wanted(prompt))
     if prompt.task == "quote":
-        words = prompt.answer.split()[:QUOTED]
-        return Judged(text.split()[: len(words)] == words, found)
+        return Judged(_spaced(text).startswith(quoted(prompt.answer)), found)
     said = NAME.findall(text) if prompt.task == "chains" else numbers_in(text)
     return Judged(Counter(said) == Counter(prompt.values), found)
 
@@ -155,8 +157,22 @@ def judge(prompt: Prompt, text: str) -> Judged:
 def wanted(prompt: Prompt) -> list[str]:
     """What must stand in a right answer, each run of white space being one space."""
     if prompt.task == "quote":
-        return [" ".join(prompt.answer.split()[:QUOTED])]
+        return [quoted(prompt.answer)]
     return list(prompt.values)
+
+
+def quoted(passage: str) -> str:
+    """The words of a passage that a quotation must hold, one space between them.
+
+    The first `QUOTED`, or fewer where the passage's first sentence ends after `LEAST_QUOTED` words or more:
+    whoever quotes to the end of the sentence has quoted it. Quotation marks after that end are left out.
+    """
+    words = passage.split()[:QUOTED]
+    for count, word in enumerate(words, 1):
+        ended = SENTENCE_END.search(word)
+        if ended and count >= LEAST_QUOTED:
+            return " ".join([*words[: count - 1], word[: ended.end()]])
+    return " ".join(words)
 
 
 def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:

@@ -319,13 +319,14 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
 
 def show(outcome: Outcome, timings: dict[str, Any], folder: Path, names: Sequence[str]) -> None:
     """The main figures and speeds on the terminal; the files have the rest."""
-    from longtrain.evaluation.reporting.comparisons import speed_summary
+    from longtrain.evaluation.reporting.comparisons import of_first_tokens, speed_summary
     from longtrain.evaluation.reporting.tables import summary
 
     header, rows = summary(outcome.results)
     tables.show(header, rows, title=outcome.results["title"])
     header, rows = speed_summary(timings)
     if rows:
-        tables.show(header, rows, title=f"Speed on {timings['device']}, prefill left out")
+        what = "" if of_first_tokens(timings) else ", prefill left out"
+        tables.show(header, rows, title=f"Speed on {timings['device']}{what}")
     tables.say(*(f"note: {note}" for note in outcome.results["notes"]))
     tables.say(*(f"{name}: {folder / name}" for name in names))

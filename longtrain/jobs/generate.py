@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 STDIN = "-"
 """A `prompt_file` that stands for what is piped in."""
+KEPT = 128
+"""What an eviction artifact keeps where no budget is given: as much as a policy (conf/evict) and eval do."""
 PATIENCE_MS = 1000
 """How long nothing may come through a pipe before it is said that it is waited for."""
 
@@ -210,7 +212,10 @@ def _stop(cfg: DictConfig) -> list[str]:
 
 
 def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
-    """What the entry brings to an engine; a budget that nothing evicts to is refused."""
+    """What the entry brings to an engine; a budget that nothing evicts to is refused.
+
+    An eviction artifact without a budget gets `KEPT`, and a line says so.
+    """
     from longtrain import methods
     from longtrain.artifact import Artifact
     from longtrain.cache.row_sets import ReadBudget
@@ -223,8 +228,12 @@ def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[
     names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
     taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
-    if (tokens, ratio) == (None, None) and any("every" in methods.get(name).inference_keys for name in names):
-        tokens = ReadBudget.rows  # what chooses rows has a budget in any case, as in plan
+    if (tokens, ratio) == (None, None):
+        if any("every" in methods.get(name).inference_keys for name in names):
+            tokens = ReadBudget.rows  # what chooses rows has a budget in any case, as in plan
+        elif evicts and entry.policy is None:
+            tokens = KEPT
+            _aside(f"evict.budget_tokens={KEPT}, since none is given: KV entries kept of each layer and head")
     budgets = [Budget(tokens, ratio)] if evicts else []
     parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
     if parts.evictor is parts.selector is None and (tokens, ratio) != (None, None):

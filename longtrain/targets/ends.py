@@ -110,7 +110,7 @@ def assign_ends(
     for name, stored in weights():
         check_shape(name, stored, shapes)
         tensor = stored.rows(slice(None))
-        samples[name] = shapes[name], sample(tensor, dtype)
+        samples[name] = shapes[name], sample(tensor)
         if not name.startswith(LAYERS):
             owner, _, leaf = name.rpartition(".")
             value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)

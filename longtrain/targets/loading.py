@@ -34,7 +34,7 @@ from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
 from longtrain.targets.stored.checkpoint import StoredWeights
 from longtrain.targets.tokenizer import keep_spaces, legacy_hint, set_chat_template
-from longtrain.targets.weights import assign_weights, draw, fingerprint, identity, random_weights
+from longtrain.targets.weights import assign_weights, draw, gathered, identity, random_weights, sampled
 
 log = get_logger(__name__)
 
@@ -108,18 +108,20 @@ def load_target(
         ranks = None if node is None else node.size
         check_room(config, str(where), device, itemsize=dtype.itemsize, ranks=ranks)
     shards = None if node is None else Shards(model.model.layers, node, device)
-    samples, source = None, cast(Weights, checkpoint and checkpoint.__iter__)
+    samples, stored, source = None, None, cast(Weights, checkpoint and checkpoint.__iter__)
     if not layers:
         if checkpoint is None:
             shapes = {name: param.shape for name, param in model.named_parameters()}
             source = partial(drawn_weights, shapes, seed, dtype=dtype, device=device)
         samples = assign_ends(model, source, folder, dtype=dtype, device=device)
     elif checkpoint is not None:
-        assign_weights(model, checkpoint, dtype=dtype, device=device)
+        stored = assign_weights(model, checkpoint, dtype=dtype, device=device)
     else:
         random_weights(model, seed, dtype=dtype, device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    if stored is not None:
+        samples = gathered(model, stored, shards)
     rebuild_rotary(model, device)
     eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
@@ -238,7 +240,9 @@ def describe(
     shards: Shards | None = None,
     samples: Mapping[str, tuple[torch.Size, bytes]] | None = None,
 ) -> TargetInfo:
-    """The facts of a model: shapes from its config, the rest from modules, weights or samples."""
+    """The facts of a model: shapes from its config, the rest from modules, and samples of its weights."""
+    if samples is None:
+        samples = gathered(model, sampled(model), shards)
     config = model.config
     attention = model.model.layers[0].self_attn
     facts = {
@@ -261,7 +265,7 @@ def describe(
         max_positions=config.max_position_embeddings,
         eos_ids=eos_ids,
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
-        weights_hash=fingerprint(model, facts, shards) if samples is None else identity(samples, facts),
+        weights_hash=identity(samples, facts),
         **facts,
     )
 

@@ -1,4 +1,4 @@
-"""Weights that are put into a model, stored or random ones, and their fingerprint."""
+"""Weights that are put into a model, stored or random ones, and who they are."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ _SAMPLES = 256
 
 def assign_weights(
     model: nn.Module, checkpoint: StoredWeights, *, dtype: torch.dtype, device: torch.device
-) -> None:
+) -> dict[str, Tensor]:
     """Fill a model built on the meta device, in place, one file at a time; of a split weight its own rows.
+
+    Returns:
+        Samples of each weight by name, for `gathered`: of what is stored, whatever `dtype` makes of it.
 
     Raises:
         ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.
         TargetMismatchError: a tensor's shape is not the config's.
     """
     missing = {name: param.shape for name, param in _empty(model)}
-    known = dict(missing)
+    known, samples = dict(missing), {}
     for name, stored in checkpoint:
         check_shape(name, stored, known)
-        _fill(model, name, stored.rows, dtype=dtype, device=device)
+        samples[name] = _fill(model, name, stored.rows, dtype=dtype, device=device)
         missing.pop(name, None)
     refuse_missing(missing, checkpoint.folder)
+    return samples
 
 
 def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size]) -> None:
@@ -115,54 +119,61 @@ def _fill(
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Give a parameter its values; `rows` reads some of them."""
+) -> Tensor:
+    """Give a parameter its values, which `rows` reads; samples of what was read come back, on `device`."""
     param = model.get_parameter(name)
     if isinstance(param, DTensor):
         mine = rows_of(param)
-        if mine.start < mine.stop:
-            with torch.no_grad():
-                param.to_local().copy_(rows(mine))
-        return
+        if mine.start >= mine.stop:
+            return _samples(param, param.to_local()).to(device)
+        read = rows(mine)
+        with torch.no_grad():
+            param.to_local().copy_(read)
+        return _samples(param, read).to(device)
     owner, _, leaf = name.rpartition(".")
-    value = rows(slice(None)).to(device=device, dtype=dtype)
+    read = rows(slice(None))
+    value = read.to(device=device, dtype=dtype)
     setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    return _samples(param, read).to(device)
 
 
-def fingerprint(model: nn.Module, facts: dict[str, Any], shards: Shards | None = None) -> str:
-    """Who the weights of a model are; see `identity`.
+def sampled(model: nn.Module) -> dict[str, Tensor]:
+    """Samples of a model's weights by name, for `gathered`; of a split weight those among its own rows."""
+    values = {name: param.detach() for name, param in model.named_parameters()}
+    return {
+        name: _samples(value, value.to_local() if isinstance(value, DTensor) else value)
+        for name, value in values.items()
+    }
+
+
+def gathered(
+    model: nn.Module, samples: Mapping[str, Tensor], shards: Shards | None = None
+) -> dict[str, tuple[torch.Size, bytes]]:
+    """Shape and samples of each weight of a model, as `identity` takes them.
 
     Args:
-        model: the model, on any device, in any dtype that holds its bf16 weights.
-        facts: JSON values that belong to the identity.
+        model: the model, on any device, in any dtype.
+        samples: of all its weights, on one device.
         shards: its layers, if they are split; every rank that shares them calls this.
     """
-    samples: dict[str, Tensor] = {}
-    for name, param in sorted(model.named_parameters()):
-        first, flat = 0, param.detach()
-        if isinstance(flat, DTensor):
-            first = -rows_of(flat).start * (param.numel() // param.shape[0]) % _stride(param)
-            flat = flat.to_local()
-        samples[name] = flat.reshape(-1)[first :: _stride(param)].to(torch.bfloat16)
-    mine = _on_host(samples)
+    mine = _on_host(dict(sorted(samples.items())))
     if shards is not None:
         split = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
         parts = shards.node.gather({name: mine[name] for name in split})
         mine |= {name: b"".join(part[name] for part in parts) for name in split}
-    return identity({name: (param.shape, mine[name]) for name, param in model.named_parameters()}, facts)
+    return {name: (param.shape, mine[name]) for name, param in model.named_parameters()}
 
 
-def sample(weight: Tensor, dtype: torch.dtype) -> bytes:
-    """Evenly spaced values of a whole weight as it will be in `dtype`, in bf16."""
-    few = weight.reshape(-1)[:: _stride(weight)].to(dtype).to(torch.bfloat16)
-    return few.view(torch.int16).cpu().numpy().tobytes()
+def sample(weight: Tensor) -> bytes:
+    """Evenly spaced values of a whole weight, in bf16."""
+    return _samples(weight, weight).view(torch.int16).cpu().numpy().tobytes()
 
 
 def identity(samples: Mapping[str, tuple[torch.Size, bytes]], facts: dict[str, Any]) -> str:
     """Who weights are: sha256 over facts of the config and, of each tensor, name, shape and bf16 samples.
 
-    The same for one folder loaded in fp32 on a CPU, in bf16 on a GPU, or split over ranks; and whether an LM
-    head that is the embeddings is tied to them or stored beside them.
+    The same for one folder in any dtype, on any device and over any number of ranks; and whether an LM head
+    that is the embeddings is tied to them or stored beside them.
 
     Args:
         samples: name -> the tensor's shape, and its sample.
@@ -177,8 +188,17 @@ def identity(samples: Mapping[str, tuple[torch.Size, bytes]], facts: dict[str, A
     return digest.hexdigest()
 
 
-def _stride(weight: Tensor) -> int:
-    return max(1, weight.numel() // _SAMPLES)
+def _samples(weight: Tensor, values: Tensor) -> Tensor:
+    """Evenly spaced values of a weight, in bf16.
+
+    Args:
+        weight: whose shape says which; a split one says which rows are here.
+        values: those rows, or all.
+    """
+    stride, first = max(1, weight.numel() // _SAMPLES), 0
+    if isinstance(weight, DTensor):
+        first = -rows_of(weight).start * (weight.numel() // weight.shape[0]) % stride
+    return values.reshape(-1)[first::stride].to(torch.bfloat16)
 
 
 def _on_host(samples: dict[str, Tensor]) -> dict[str, bytes]:

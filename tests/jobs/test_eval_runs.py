@@ -319,7 +319,7 @@ def test_progress_counts_what_was_done_before(caplog, monkeypatch):
         bar.add(5, 1)
         bar.advance("full · trec", 2)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "examples=10 done_before=4"
+    assert lines[0] == "to do: examples=10 done_before=4"
     assert "full · qasper: examples=6 of=10 left_s=" in lines[1]
     assert "full · trec: examples=9 of=15 left_s=" in lines[2]
 
@@ -329,7 +329,7 @@ def test_the_number_of_examples_is_told_before_the_first_is_done(caplog, monkeyp
     caplog.set_level("INFO")
     with Progress(10, 0, "timed prompts"), Progress(0, 0):
         pass
-    assert [record.getMessage() for record in caplog.records] == ["timed_prompts=10"]
+    assert [record.getMessage() for record in caplog.records] == ["to do: timed_prompts=10"]
 
 
 def test_the_bar_starts_where_the_earlier_run_ended(monkeypatch):

@@ -156,12 +156,19 @@ def test_log_probabilities_are_the_target_s(serving, target, stock, words):
     torch.testing.assert_close(torch.tensor(best), logits_TV[:-1].amax(-1), atol=2e-3, rtol=0)
 
 
-def test_an_evicting_system_says_what_it_kept(serving, target):
-    client = serving("evict=snapkv", "evict.budget_tokens=48").client
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (("evict=snapkv", "evict.budget_tokens=48"), 48),
+        (("artifact=tiny_lookaheadkv",), 128),  # none is given
+    ],
+)
+def test_an_evicting_system_says_what_it_kept(serving, target, words, kept):
+    client = serving(*words).client
     prompt = " ".join([TEXT] * 20)
     made = client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0, logprobs=1)
     usage = made.usage.model_dump()
-    assert usage["kv_entries"] == 48 < usage["prompt_tokens"]
+    assert usage["kv_entries"] == kept < usage["prompt_tokens"]
     tops = made.choices[0].logprobs.top_logprobs
     values = made.choices[0].logprobs.token_logprobs
     assert [max(one.values()) for one in tops] == values, (

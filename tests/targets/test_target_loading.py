@@ -71,6 +71,15 @@ def test_identity_does_not_depend_on_dtype_and_does_on_weights(folder):
     assert half.dtype == torch.bfloat16
     assert wide.info.weights_hash == half.info.weights_hash
     wide.info.check(half.info)
+    stored = load_file(folder / "model.safetensors")
+    small = {name: 1e-4 * tensor for name, tensor in stored.items()}  # fp16 rounds many of these
+    save_file(small, folder / "model.safetensors", metadata={"format": "pt"})
+    of_small = load_target(folder).info
+    for layers in (True, False):
+        rounded = load_target(folder, dtype="float16", layers=layers)
+        of_small.check(rounded.info)
+    assert of_small.weights_hash != wide.info.weights_hash
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     in_memory = target_from_model(AutoModelForCausalLM.from_pretrained(folder))
     assert in_memory.info.weights_hash == wide.info.weights_hash
 

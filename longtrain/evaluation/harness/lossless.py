@@ -5,7 +5,6 @@ Shapes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,15 +104,15 @@ class LosslessCheck:
         examples = {one.id: one for one in task.examples() if one.id in there}
         strict = is_strict(self.target)
         judged = strict or all(self._sampling(task, one).greedy for one in examples.values())
+        if partings and judged:
+            what = f"{system.name} in task {task.name}"
+            log.info("reading differing texts of %s again: texts=%d of=%d", what, len(partings), len(drafted))
         read: list[Reread] = []
         for one in partings:
             measured = sum(other.noise is not None for other in read)
             example, measures = examples[one.first.example], not strict and measured < MEASURED
             again = self._reread(system, task, example, one, measures=measures) if judged else None
             read.append(again or Reread(math.inf))
-        if partings:
-            about = (system.name, task.name, len(partings), len(drafted))
-            log.info("differing texts: system=%s task=%s texts=%d examples=%d", *about)
         noises = [one.noise for one in read if one.noise is not None]
         noise = max(noises, default=0.0)
         known = [one.gap for one in read if one.gap < math.inf]
@@ -227,7 +226,7 @@ def gap_of(logits_TV: Tensor, tokens: Sequence[int], *, barred: Sequence[int] = 
 
 
 def enforce(found: Json) -> None:
-    """Refuse drafts whose texts are wrong; warn of differences beyond rounding, and tell of the others.
+    """Refuse drafts whose texts are wrong, and warn of differences beyond rounding.
 
     Args:
         found: of `results.assemble`, with what a `LosslessCheck` says.
@@ -237,16 +236,17 @@ def enforce(found: Json) -> None:
     """
     wrong = []
     for name, task, exact in _compared(found):
-        if not exact["different"]:
-            continue
+        if not exact["violations"]:
+            continue  # the table says how many texts differ within rounding
+        first = exact["first"][0]
         message = (
-            f"output of {name} in task {task} differs from decoding without the draft: {_in_words(exact)} "
-            f"(first: {exact['first'][0]})"
+            f"output of {name} in task {task} differs from decoding without the draft: {_in_words(exact)}; "
+            f"first in example {first['example']}, turn {first['turn']}, token {first['position']}"
         )
         if exact["wrong"]:
             wrong.append(message)
         else:
-            log.log(logging.WARNING if exact["violations"] else logging.INFO, message)
+            log.warning(message)
     if wrong:
         raise LongtrainError(f"{'; '.join(wrong)}; the draft's runtime or the engine is wrong")
 

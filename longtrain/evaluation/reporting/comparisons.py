@@ -24,6 +24,11 @@ CPU_NOTE = (
     "run: these figures say nothing about speed on a GPU."
 )
 """What stands below speeds of a CPU."""
+FIRST_TOKEN: list[Column] = [
+    ("ms to the first token", lambda one: fixed(1e3 * one["first_token_s"], 1)),
+    ("more than the full cache", lambda one: f"{100 * one['first_token_overhead']:+.1f}%"),
+]
+"""Figures of answers of one token, which are timed for what choosing entries adds to the prefill."""
 
 
 def compare_table(compared: Json) -> str:
@@ -79,25 +84,27 @@ def speed_table(results: Json, timings: Json) -> str:
         ("task", lambda one: escaped(one["task"])),
         ("prompt", lambda one: DASH if one["length"] is None else tokens(one["length"])),
         ("system", lambda one: escaped(one["system"])),
-        ("τ", lambda one: fixed(_tau_at(results, one))),
-        ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
-        ("speed", lambda one: _times(one["ratio"], one.get("ratio_range"))),
-        ("with prefill", lambda one: fixed(one["end_to_end_tokens_per_s"], 1)),
-        ("speed with prefill", lambda one: _times(one["end_to_end_ratio"])),
-        ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
+        *(FIRST_TOKEN if of_first_tokens(timings) else _decoding(results)),
         ("cache", lambda one: _bytes(one["cache_bytes"] + one["draft_bytes"])),
         ("peak memory", lambda one: _bytes(one["peak_device_bytes"])),
     ]
     prompts = ", ".join(
-        f"{row['prompts']} of {_place(row)} ({row['max_new_tokens']} tokens each)" for row in timed
+        f"{row['prompts']} of {_place(row)} ({_answers(row['max_new_tokens'])} each)" for row in timed
     )
+    first = next(iter(timed[0]["figures"]))
+    if of_first_tokens(timings):
+        meaning = f"Compared with {_plainly(first)}; medians over batches."
+    else:
+        meaning = (
+            f"Speeds are ratios to {_plainly(first)}; tokens/s and its ratio leave out prefill (a draft's "
+            "own included); in brackets the smallest and the largest ratio of a batch. τ is that of all "
+            "prompts of the run."
+        )
     return joined(
         f"# Speed: {escaped(results['title'])}, {escaped(results['target']['name'])} on {timings['device']}",
         markdown(*without_empty(*sheet(columns, things))),
-        f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: {prompts}."
-        f" Speeds are ratios to {_plainly(next(iter(timed[0]['figures'])))}; tokens/s and its ratio leave "
-        "out prefill (a draft's own included); in brackets the smallest and the largest ratio of a batch. τ "
-        "is that of all prompts of the run.",
+        f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: "
+        f"{prompts}. {meaning}",
         CPU_NOTE if str(timings["device"]).startswith("cpu") else "",
     )
 
@@ -110,6 +117,10 @@ def speed_summary(timings: Json) -> Sheet:
     first = next(iter(rows[0]["figures"])) if rows else ""
     columns: list[Column] = [
         ("system", lambda one: f"{one['system']}, {_place(one)}" if several else str(one["system"])),
+    ]
+    if of_first_tokens(timings):
+        return sheet([*columns, *FIRST_TOKEN], things)
+    columns += [
         ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
         (
             f"speed over {PLAIN if first == FULL else first}",
@@ -166,6 +177,28 @@ def _between(ratios: Sequence[float | None]) -> str:
         return DASH
     low, high = (f"{end:.2f}" for end in (min(known), max(known)))
     return f"{low} ×" if low == high else f"{low} to {high} ×"
+
+
+def of_first_tokens(timings: Json) -> bool:
+    """Whether answers of one token were timed: their speed is that of the prefill alone."""
+    rows = timings.get("speed", [])
+    return bool(rows) and all(row["max_new_tokens"] == 1 for row in rows)
+
+
+def _decoding(results: Json) -> list[Column]:
+    """Figures of answers of several tokens."""
+    return [
+        ("τ", lambda one: fixed(_tau_at(results, one))),
+        ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
+        ("speed", lambda one: _times(one["ratio"], one.get("ratio_range"))),
+        ("with prefill", lambda one: fixed(one["end_to_end_tokens_per_s"], 1)),
+        ("speed with prefill", lambda one: _times(one["end_to_end_ratio"])),
+        ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
+    ]
+
+
+def _answers(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _plainly(system: str) -> str:

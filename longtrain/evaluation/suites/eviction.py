@@ -15,6 +15,7 @@ from longtrain.decoding.ranking import RECALLS
 from longtrain.errors import ConfigError
 from longtrain.evaluation.eviction_prompts import (
     CONTINUE,
+    LEAST_QUOTED,
     QUOTED,
     TASKS,
     Judged,
@@ -237,6 +238,7 @@ def _task(
             "question": asked.question,
             "seed": seed,
             **({"wording": wording_of(tokenizer).name} if asks else {}),
+            **({"quoted": [LEAST_QUOTED, QUOTED]} if "quote" in asked.tasks else {}),
         },
         written=written,
         facets_of=lambda row: {"length": length, "task": of(row).task},
@@ -298,7 +300,7 @@ def _marks(asked: EvictionSettings) -> list[str]:
         score.append("of the values asked for those that stand in the answer, as in RULER")
         exact.append("these values, in any order, and no other")
     if "quote" in asked.tasks:
-        score.append(f"a quotation's first {QUOTED} words in a row")
+        score.append(f"a quotation's first {QUOTED} words in a row, or those up to the end of its sentence")
         exact.append("a quotation that begins with them")
     if CONTINUE in asked.tasks:
         score.append("of `continue` the share of the full cache's tokens at the same places")

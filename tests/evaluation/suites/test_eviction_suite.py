@@ -153,17 +153,34 @@ def test_marks_of_variables_by_hand() -> None:
 
 
 def test_marks_of_quotations_by_hand() -> None:
-    said = "and the men went home. A boat came in at last"
+    said = "and the men went home; a boat came in at last"
     quote = Prompt("quote", (1,), (2,), said, (said,))
-    for right in (said, said + " and left.", "and the men went\nhome. A boat came out again"):
+    for right in (said, said + " and left.", "and the men went\nhome; a boat came out again"):
         assert judge(quote, right) == Judged(exact=True, share=1.0)  # eight words are compared
-    assert judge(quote, 'It goes on: "And the men  went home.\n\nA boat came."') == Judged(
+    assert judge(quote, 'It goes on: "And the men  went home;\n\na boat came."') == Judged(
         exact=False, share=1.0
     )
-    for wrong in ("and the men went home. A boat", "and the men stayed home. A boat came", ""):
+    for wrong in ("and the men went home; a boat", "and the men stayed home; a boat came", ""):
         assert judge(quote, wrong) == Judged(exact=False, share=0.0)
     short = Prompt("quote", (1,), (2,), "went home. A", ("went home. A",))
     assert judge(short, "went home. A boat").exact and judge(short, "went out. A").share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("passage", "right", "wrong"),
+    [
+        # answers of Qwen2.5-Coder-0.5B, which ends a quotation with its sentence
+        ("clusion of my own room. I had just", "clusion of my own room.", "clusion of my house."),
+        (" journey to Cumberland. I sat down and tried,", " journey to Cumberland.", " journey to London."),
+        ("living for years in this house; and I", "living for years in this house; and I", "living there."),
+        ('went away." He said that he would come', 'went away." He said that he would come', 'went away."'),
+        ('said to me." Miss Fairlie came in', "said to me.", "said to me"),
+    ],
+)
+def test_a_quotation_may_end_with_its_sentence(passage, right, wrong) -> None:
+    quote = Prompt("quote", (1,), (2,), passage, (passage,))
+    assert judge(quote, right) == Judged(exact=True, share=1.0)
+    assert judge(quote, wrong) == Judged(exact=False, share=0.0)
 
 
 def test_expected_answers_are_right(target) -> None:

@@ -19,7 +19,7 @@ from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.reporting.comparisons import speed_table
+from longtrain.evaluation.reporting.comparisons import speed_summary, speed_table
 from longtrain.evaluation.suites import documents, drafted, speculation
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
@@ -171,6 +171,13 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     again = speed_table(results, {"device": "cuda:0", "speed": rows})
     assert f"{ratio:.2f} × ({ratio / 2:.2f} to {2 * ratio:.2f})" in again and "a CPU" not in again
     assert speed_table(results, {"device": "cpu"}) == ""
+    row["max_new_tokens"] = 1  # then the time to the first token is what was measured
+    row["figures"]["draft"] |= {"first_token_s": 0.0735, "first_token_overhead": 3.071}
+    first = speed_table(results, {"device": "cuda:0", "speed": [row]})
+    assert "| draft | 73.5 | +307.1% |" in first and "tokens/s" not in first and "(1 token each)" in first
+    header, lines = speed_summary({"device": "cuda:0", "speed": [row]})
+    assert header[1:] == ["ms to the first token", "more than the full cache"]
+    assert lines[1][1:] == ["73.5", "+307.1%"]
 
 
 def test_texts_over_at_once_have_no_speed(target, data, systems):
