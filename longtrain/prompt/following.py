@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.files import read_json
 from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
@@ -80,7 +80,33 @@ def follow(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[
     """
     text = shipped_text(cfg, jobs, words)
     line, faults = fit_lengths(cfg, jobs, words)
-    return [one for one in (text, line) if one], faults
+    kinds = fit_kinds(cfg, jobs, words)
+    return [one for one in (text, line, kinds) if one], faults
+
+
+def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
+    """Take all of a text that is typed for an evaluation, where it has nothing of the recipe's kinds.
+
+    Returns:
+        A line that says so; None where the kinds stay.
+    """
+    if "eval" not in jobs or not typed("suite.text", words) or typed("suite.kinds", words):
+        return None
+    kinds, text = plain(cfg.suite.get("kinds")), cfg.suite.get("text")
+    if not (isinstance(kinds, list) and kinds and isinstance(text, str)):
+        return None
+    from longtrain.evaluation.corpora import files_of_kinds
+
+    try:
+        files_of_kinds(text)
+    except DataError:
+        return None  # whoever reads it says what is wrong
+    try:
+        files_of_kinds(text, kinds=kinds)
+    except DataError:
+        cfg.suite.kinds = []
+        return f"suite.text={text} has no text of suite.kinds=[{','.join(kinds)}], so all of it is taken"
+    return None
 
 
 def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:

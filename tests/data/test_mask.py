@@ -61,7 +61,7 @@ def test_a_blank_answer_without_any_label_is_passed_over(tokenizer):
     assert words(tokenizer, rendered) == [CHAT[4]["content"]]
     assert audit(tokenizer, rendered, chat, name="x") == ""
     none_T = np.zeros_like(rendered.mask_T)
-    with pytest.raises(DataError, match="0 stretches of labels for 1 answers that are not blank"):
+    with pytest.raises(DataError, match="0 stretches of labels for 2 answers, of which 1 are blank"):
         audit(tokenizer, Rendered(rendered.ids_T, none_T), chat, name="x")
     with pytest.raises(DataError, match="1 stretches of labels for 2 answers"):
         audit(tokenizer, rendered, CHAT, name="x")

@@ -209,7 +209,7 @@ def test_files_that_are_no_gguf(cache, tmp_path, content):
         folder_of(file)
     assert "\n" not in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"
+        ConfigError, match=r"absent\.gguf does not exist; allowed: a target folder, a \.gguf file"
     ):
         folder_of("models/absent.gguf")
 

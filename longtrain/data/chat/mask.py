@@ -207,8 +207,9 @@ def _paired(
         pairs.append((text, answer))
     if of_blank or len(pairs) != len(texts):
         raise DataError(
-            f"conversation {name}: {len(texts)} stretches of labels for {filled} answers that are not blank; "
-            "the chat template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
+            f"conversation {name}: {len(texts)} stretches of labels for {len(answers)} answers, of which "
+            f"{len(answers) - filled} are blank; the chat template's generation marks do not fit it (drop "
+            "the row, or pass data.mask=prefix)"
         )
     return pairs
 
