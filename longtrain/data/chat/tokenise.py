@@ -151,7 +151,9 @@ class Tokenise:
         """What was read and left out, in words."""
         told = {**DROPS, **NOTES}
         words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
-        return f"read {self.counts['documents']} documents: {words or 'all kept'}"
+        several = any(source.prompts > 1 for source in self.config.sources) and self.config.prompt_tokens
+        cut = ", several prompts from each text" if several else ""
+        return f"read {self.counts['documents']} documents{cut}: {words or 'all kept'}"
 
     def _skip(self, error: DataError) -> None:
         """Count what is left out; the first of it is told."""

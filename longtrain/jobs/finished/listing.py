@@ -154,7 +154,8 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
             methods = dict.fromkeys(
                 artifact["method"] for one in others for artifact in one["facts"].get("artifacts", [])
             )
-            last = (others or systems)[-1]
+            of_artifacts = [one for one in others if one["facts"].get("artifacts")]
+            last = (of_artifacts or others or systems)[-1]
             target = str(results["target"]["name"])
             yield [
                 name,
