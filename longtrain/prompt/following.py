@@ -20,7 +20,7 @@ from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
-from longtrain.targets.at_hand import fetch_config, is_hub_id
+from longtrain.targets.at_hand import fetch_config, is_gguf, is_hub_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -67,8 +67,8 @@ def typed(key: str, words: Sequence[str]) -> bool:
     return False
 
 
-def follow(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
-    """Fit text and lengths to what is there and to the target.
+def fit_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Fit the texts that are trained on and evaluated with to what is there.
 
     Args:
         cfg: the resolved configuration; changed in place.
@@ -76,12 +76,17 @@ def follow(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[
         words: the overrides of the command line.
 
     Returns:
-        Lines that say what was changed, and an error for each typed length beyond the target's window.
+        Lines that say what was changed.
     """
-    text = shipped_text(cfg, jobs, words)
-    line, faults = fit_lengths(cfg, jobs, words)
-    kinds = fit_kinds(cfg, jobs, words)
-    return [one for one in (text, line, kinds) if one], faults
+    return [one for one in (shipped_text(cfg, jobs, words), fit_kinds(cfg, jobs, words)) if one]
+
+
+def window_takes_minutes(cfg: DictConfig) -> bool:
+    """Whether the target is a GGUF file that is yet to be dequantised, before which its window is unknown."""
+    from longtrain.targets.stored.gguf import is_dequantised
+
+    file = Path(str(cfg.target.path if cfg.target and cfg.target.path else "")).expanduser()
+    return is_gguf(file) and file.is_file() and not is_dequantised(file)
 
 
 def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
