@@ -557,6 +557,10 @@ def test_what_is_left_out_is_among_what_was_read(tokenizer, tmp_path, caplog):
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{oops\n")
+    with pytest.raises(
+        DataError, match=r"'messages' is null; drop the row; or pass data\.on_error=skip, which"
+    ):
+        run(config({"conversations": str(path)}), tokenizer, tmp_path)
     with caplog.at_level("INFO", "longtrain"):
         run(config({"conversations": str(path)}, on_error="skip"), tokenizer, tmp_path)
     assert (

@@ -19,7 +19,6 @@ from longtrain.data.chat.conversations import Conversations
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
-from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import Inputs, documents
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
 from longtrain.data.rows.prepared import PreparedWriter
@@ -77,7 +76,7 @@ class Tokenise:
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
-        self.tell = self._skip if self.config.on_error == "skip" else refuse
+        self.tell = self._skip if self.config.on_error == "skip" else _refuse
 
     def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """All sources' documents, tokenised and checked.
@@ -378,6 +377,16 @@ class Tokenise:
         ):
             self.counts["documents"] += 1
             yield item
+
+
+def _refuse(error: DataError) -> None:
+    """Stop at the first document that cannot be read, and say how to go on without such.
+
+    Raises:
+        DataError: what was wrong.
+    """
+    skip = "; or pass data.on_error=skip, which leaves such documents out"
+    raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
 
 
 def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:

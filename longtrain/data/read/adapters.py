@@ -103,7 +103,7 @@ def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
         if called := [key for key in CALLS if turn.get(key)]:
             raise DataError(
                 f"row {name}: a turn of {role} with {called[0]}, which is not read, so the labels would lack "
-                "the call; write it into the content, or pass data.on_error=skip, which leaves such rows out"
+                "the call; write it into the content"
             )
         if role not in ROLES or not isinstance(content, str):
             raise DataError(
@@ -129,10 +129,7 @@ def _column(row: Row, columns: Columns, key: str, name: str, *others: str, inste
         if row.get(column) is not None:
             return row[column]
     if empty := [column for column in names if column in row]:
-        raise DataError(
-            f"row {name}: its column '{empty[0]}' is null; drop the row, or pass data.on_error=skip, which "
-            "leaves such rows out"
-        )
+        raise DataError(f"row {name}: its column '{empty[0]}' is null; drop the row")
     raise DataError(
         f"row {name} has no column '{columns.get(key, key)}'; it has: {', '.join(row)}; "
         f"set columns: {{{key}: NAME}} for this source{instead}"
@@ -164,7 +161,8 @@ def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
     own = {key: columns[key] for key in ("prompt", "conversations") if key in columns}
     asked = next((row[key] for key in (own.get("prompt"), *PROMPTS) if key and row.get(key)), None)
     if asked is not None and not any(row.get(key) for key in (own.get("conversations"), *TURNS) if key):
-        answer = _column(row, columns, "response", name, *ANSWERS)
+        turns_in_one = ", or {conversations: NAME} for turns in one column"
+        answer = _column(row, columns, "response", name, *ANSWERS, instead=turns_in_one)
         if isinstance(asked, str) and isinstance(answer, str):
             return _instruct(row, columns, name)
         turns = [*_turns(asked, "user"), *_turns(answer, "assistant")]
