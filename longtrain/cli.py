@@ -271,13 +271,14 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
         bare: the key whose list other words are; empty: none are taken.
     """
     flags, overrides, named = [], [], []
+    first = words[0].removeprefix("--config-name=").removeprefix("job=") if words else ""
     sweeps = not {"-m", "--multirun"}.isdisjoint(words)
     for before, word in zip(["", *words], words, strict=False):
         if before in KEY_FLAGS:
             overrides.append(in_grammar(f"{before.lstrip('-')}={word}"))
         elif word in KEY_FLAGS:
             if word == words[-1]:
-                _unknown_word(word)
+                _unknown_word(word, first)
         elif word[:1] == "-" or before in VALUE_FLAGS:
             if before not in VALUE_FLAGS and word.partition("=")[0] not in (*VALUE_FLAGS, *PLAIN_FLAGS):
                 _unknown_flag(word)
@@ -287,7 +288,7 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
         elif bare:
             named.append(word)
         else:
-            _unknown_word(word)
+            _unknown_word(word, first)
     return [*flags, *overrides, *([f"{bare}={in_list(named)}"] if named else [])]
 
 
@@ -300,11 +301,19 @@ def _unknown_flag(word: str) -> NoReturn:
     sys.exit(2)
 
 
-def _unknown_word(word: str) -> NoReturn:
+def _unknown_word(word: str, first: str) -> NoReturn:
+    """Say what a word that is no override may be meant for.
+
+    Args:
+        word: as typed.
+        first: the job or jobs that the command begins with, or another word.
+    """
     from longtrain.prompt.explain import near
 
     known = [*JOBS, "recipes", "config", "completion"]
-    if word in known:
+    if word in JOBS and set(first.split(",")) <= set(JOBS):
+        _complain(f"several jobs are one word, with commas between: longtrain {first},{word} ...")
+    elif word in known:
         _complain(f"the job comes first: longtrain {word} ...")
     elif word in recipes():
         _complain(f"'{word}' is a recipe; write +recipe={word}")

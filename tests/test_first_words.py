@@ -75,6 +75,8 @@ def test_a_format_of_another_method_names_what_serves_this_one(run) -> None:
     assert (
         "method longspec has no such format (of eagle3); vLLM can load its artifact as it is" in done.stderr
     )
+    done = run("export", "target=tiny", "artifact=tiny_longspec", "format=flat", "dry_run=true")
+    assert "method longspec has no such format" in done.stderr and "== export" not in done.stderr
     done = run("export", "+recipe=specontext_tiny", "format=flat", "dry_run=true")
     assert "method specontext has no such format (of eagle3); it has sglang; leave format out" in done.stderr
 

@@ -59,6 +59,22 @@ def test_an_artifact_says_the_window_of_a_target_that_is_not_named(tmp_path: Pat
     assert list(cfg.suite.lengths) == [768] and line and not faults
 
 
+def test_a_typed_text_without_the_kinds_of_a_recipe_is_taken_whole(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("x = 1")
+    words = ["eval", "+recipe=quickstart", "artifact=tiny_longspec", "suite.text=code", "dry_run=true"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert "suite.text=code has no text of suite.kinds=[book], so all of it is taken" in done.stderr
+    done = run(*words, "suite.kinds=[book]")
+    assert done.returncode == 1
+    assert (
+        "no text of suite.kinds=['book'] at code; kinds there: code; pass suite.kinds=[code]" in done.stderr
+    )
+    (tmp_path / "code" / "book.txt").write_text("It was a dark night.")
+    assert "so all of it is taken" not in run(*words).stderr
+
+
 def test_a_length_that_fits_stays(window_1k: Path) -> None:
     cfg = _cfg(window_1k, suite={"name": "needle", "lengths": ["512", "976"], "max_new_tokens": 48})
     assert following.fit_lengths(cfg, ["eval"], []) == (None, [])

@@ -471,6 +471,7 @@ def test_what_a_run_and_its_data_are_called(
         (["eval", "suite=needle", "suite.prompts=0"], "suite.prompts=0; allowed: a whole number"),
         (["eval", "suite=acceptance", "method=quantspec", "suite.kinds=3"], "suite.kinds=3; allowed"),
         (["train", "method=specontext", "method.sets=99", "data=excerpt"], "method.sets=99; target tiny"),
+        (["train", "method=eagle3", "method.n_heads=7", "data=excerpt"], "method.n_heads=7 does not divide"),
     ],
 )
 def test_a_dry_run_reads_the_suite_and_builds_the_module(words: list[str], says: str, run: Run) -> None:

@@ -200,16 +200,29 @@ def read_texts(
     Raises:
         DataError: nothing is there, or a file is not text.
     """
+    chosen = files_of_kinds(where, kinds=kinds, prose=prose)
+    if kinds and not {*kinds} & {*chosen.values()}:
+        log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), where, len(chosen))
+    return [(_plain(file).stem, kind, read_text(file)) for file, kind in chosen.items()]
+
+
+def files_of_kinds(where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text") -> dict[Path, str]:
+    """Text files of the kinds that are wanted, with their kinds; none is read. See `documents_from_files`.
+
+    Raises:
+        DataError: nothing is there, or nothing of these kinds.
+    """
     root = Path(os.path.expandvars(where)).expanduser()
     named = {file: _kind(file, root) for file in text_files(root)}
     chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
+    chosen = chosen or {file: prose for file, kind in named.items() if kind is None}
     if not chosen:
-        chosen = {file: prose for file, kind in named.items() if kind is None}
-        if not chosen:
-            have = sorted({kind for kind in named.values() if kind})
-            raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
-        log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), root, len(chosen))
-    return [(_plain(file).stem, kind, read_text(file)) for file, kind in chosen.items()]
+        have = sorted({kind for kind in named.values() if kind})
+        raise DataError(
+            f"no text of suite.kinds={list(kinds)} at {root}; kinds there: {', '.join(have)}; pass "
+            f"suite.kinds=[{','.join(have)}], or suite.kinds=[] (all)"
+        )
+    return chosen
 
 
 def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[HeldOutText]:
@@ -281,12 +294,12 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
 
 def _plain(file: Path) -> Path:
     """A file's name without the suffix of its packing."""
-    return file.with_suffix("") if file.suffix in PACKED_SUFFIXES else file
+    return file.with_suffix("") if file.suffix.lower() in PACKED_SUFFIXES else file
 
 
 def _ending(file: Path) -> str:
-    """What a file's name ends with, packing aside."""
-    return _plain(file).suffix
+    """What a file's name ends with, in small letters, packing aside."""
+    return _plain(file).suffix.lower()
 
 
 def _kind(file: Path, root: Path) -> str | None:

@@ -69,7 +69,13 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
     if path.is_dir():
         return {name: read_rows(_file(path, name), name) for name in names}
     if on_hub(where):
-        path = local_file(f"hub:{where}/{ARCHIVE}")
+        try:
+            path = local_file(f"hub:{where}/{ARCHIVE}")
+        except DataError as error:
+            raise DataError(
+                f"{error}: suite.data=PATH, the folder or zip file that `hf download {where} {ARCHIVE} "
+                "--repo-type dataset` gives where there is a network"
+            ) from error
     if not (path.is_file() and zipfile.is_zipfile(path)):
         raise ConfigError(
             f"LongBench data at {where}: no folder, no zip file and no Hub id; pass a folder with files like "

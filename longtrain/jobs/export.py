@@ -123,7 +123,7 @@ def run(cfg: DictConfig) -> None:
     facts["target_license"] = licence_of(str(target.info.name))
     if spec.members is None:
         artifact = _write(cfg, spec, config, module, target=target, folder=folder, facts=facts)
-        _refuse_unverified([artifact])
+        _refuse_unverified(cfg, [artifact])
         if form is not None:
             formats.write(cfg, form, str(folder), target=target)
         elif cfg.push:
@@ -141,7 +141,7 @@ def run(cfg: DictConfig) -> None:
         written[name] = _write(
             cfg, its_spec, its_config, part, target=target, folder=folder / name, facts=facts
         )
-    _refuse_unverified([*written.values()])
+    _refuse_unverified(cfg, [*written.values()])
     for name, artifact in written.items():
         if cfg.push:
             push.push(cfg, artifact, f"{cfg.push}-{name}")
@@ -183,8 +183,8 @@ def _write(
     return artifact
 
 
-def _refuse_unverified(artifacts: Sequence[Artifact]) -> None:
-    """End with an error where an artifact is on disk and a comparison failed.
+def _refuse_unverified(cfg: DictConfig, artifacts: Sequence[Artifact]) -> None:
+    """End with an error where an artifact is on disk and a comparison failed; `unverified` warns instead.
 
     Raises:
         ArtifactError: what failed, with its numbers, and how to look closer.
@@ -192,10 +192,13 @@ def _refuse_unverified(artifacts: Sequence[Artifact]) -> None:
     if failed := [artifact for artifact in artifacts if not artifact.verified]:
         first = failed[0]
         where = ", ".join(str(artifact.folder) for artifact in failed)
-        raise ArtifactError(
+        said = (
             f"{where} is written but not verified: {first.verification.faults[0]}; look closer: longtrain "
             f"inspect {first.folder}"
         )
+        if not convert(cfg.unverified, bool, "unverified"):
+            raise ArtifactError(said)
+        log.warning("%s", said)
 
 
 def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:

@@ -83,6 +83,8 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
         cfg, device=trainer.strategy.root_device, devices=trainer.num_devices, nodes=trainer.num_nodes
     )
     target = None if spec.export is not None else features.load_for_training(cfg, keeping, device=device)
+    if target is not None and spec.check_target is not None:
+        spec.check_target(config, target.info)
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
@@ -211,6 +213,8 @@ def check(cfg: DictConfig) -> None:
 
     spec, config, _, loop, _ = _settings(cfg)
     loggers.check(cfg)
+    if spec.check_target is not None and cfg.target and outline.config_file(str(cfg.target.path or "")):
+        spec.check_target(config, outline.target_shape(cfg)[0])
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
             raise ConfigError(NO_CUDA.format(loop.accelerator))

@@ -196,6 +196,8 @@ class MethodSpec:
         golden_others: (config, the target's facts) -> inference keys of parts that other machines run in
             place of the golden ones, and whose outputs differ by rounding alone: golden outputs allow for it.
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
+        check_target: (config, the target's facts) -> None; raises ConfigError where a module with these
+            settings can be built for the target and is of no use.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
         formats: folders of other tools that it reads and writes; None: there are none.
@@ -224,6 +226,7 @@ class MethodSpec:
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     golden_others: Callable[[Any, TargetInfo], Sequence[Mapping[str, Any]]] = lambda config, info: ()
     check_data: Callable[[Any, DataConfig], None] | None = None
+    check_target: Callable[[Any, TargetInfo], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
     formats: Formats | None = None
     elsewhere: Mapping[str, str] = field(default_factory=dict)

@@ -53,11 +53,13 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
     jobs = _asked(cfg, str(hydra.job.config_name), given)
     _refuse_added(words, jobs, given)
     first = on_first_rank()
-    fitted, faults = following.follow(cfg, jobs, words)
-    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
-    checks.check(steps, words, faults)
-    fitted += memory.fit_memory(cfg, jobs, words)
-    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    fitted = following.fit_text(cfg, jobs, words)
+    if following.window_takes_minutes(cfg):
+        checks.check(_steps(cfg, jobs), words)
+    line, faults = following.fit_lengths(cfg, jobs, words)
+    checks.check(_steps(cfg, jobs), words, faults)
+    fitted += [*([line] if line else []), *memory.fit_memory(cfg, jobs, words)]
+    steps = _steps(cfg, jobs)
     if first:
         sys.stderr.write("".join(f"longtrain: {line}\n" for line in fitted))
     if cfg.dry_run:
@@ -122,6 +124,11 @@ def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> No
             continue
         if rest or not any(first in OmegaConf.load(asset_dir("conf") / f"{job}.yaml") for job in jobs):
             raise ConfigError(explain_key(key, given) or f"unknown key '{key}'")
+
+
+def _steps(cfg: DictConfig, jobs: Sequence[str]) -> list[tuple[str, DictConfig]]:
+    """Each job with its configuration as it stands."""
+    return [(job, _with_own_keys(cfg, job)) for job in jobs]
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:

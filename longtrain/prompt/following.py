@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.files import read_json
 from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
-from longtrain.targets.at_hand import fetch_config, is_hub_id
+from longtrain.targets.at_hand import fetch_config, is_gguf, is_hub_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -67,8 +67,8 @@ def typed(key: str, words: Sequence[str]) -> bool:
     return False
 
 
-def follow(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
-    """Fit text and lengths to what is there and to the target.
+def fit_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Fit the texts that are trained on and evaluated with to what is there.
 
     Args:
         cfg: the resolved configuration; changed in place.
@@ -76,11 +76,42 @@ def follow(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[
         words: the overrides of the command line.
 
     Returns:
-        Lines that say what was changed, and an error for each typed length beyond the target's window.
+        Lines that say what was changed.
     """
-    text = shipped_text(cfg, jobs, words)
-    line, faults = fit_lengths(cfg, jobs, words)
-    return [one for one in (text, line) if one], faults
+    return [one for one in (shipped_text(cfg, jobs, words), fit_kinds(cfg, jobs, words)) if one]
+
+
+def window_takes_minutes(cfg: DictConfig) -> bool:
+    """Whether the target is a GGUF file that is yet to be dequantised, before which its window is unknown."""
+    from longtrain.targets.stored.gguf import is_dequantised
+
+    file = Path(str(cfg.target.path if cfg.target and cfg.target.path else "")).expanduser()
+    return is_gguf(file) and file.is_file() and not is_dequantised(file)
+
+
+def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
+    """Take all of a text that is typed for an evaluation, where it has nothing of the recipe's kinds.
+
+    Returns:
+        A line that says so; None where the kinds stay.
+    """
+    if "eval" not in jobs or not typed("suite.text", words) or typed("suite.kinds", words):
+        return None
+    kinds, text = plain(cfg.suite.get("kinds")), cfg.suite.get("text")
+    if not (isinstance(kinds, list) and kinds and isinstance(text, str)):
+        return None
+    from longtrain.evaluation.corpora import files_of_kinds
+
+    try:
+        files_of_kinds(text)
+    except DataError:
+        return None  # whoever reads it says what is wrong
+    try:
+        files_of_kinds(text, kinds=kinds)
+    except DataError:
+        cfg.suite.kinds = []
+        return f"suite.text={text} has no text of suite.kinds=[{','.join(kinds)}], so all of it is taken"
+    return None
 
 
 def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:

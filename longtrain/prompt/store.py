@@ -34,6 +34,7 @@ def mount(words: Sequence[str] | None = None) -> None:
     from longtrain.prompt.help import bases_of
 
     _pass_over_marks()
+    _refuse_files(words or ())
     folder = asset_dir("recipes")
     names = [file.stem for file in sorted(folder.glob("*.yaml"))]
     own = own_folder(words or ())
@@ -183,6 +184,26 @@ def own_folder(words: Sequence[str]) -> Path | None:
         if flag in FOLDER_FLAGS:
             return Path(value or following)
     return None
+
+
+def _refuse_files(words: Sequence[str]) -> None:
+    """Refuse a recipe that is given by its path, and say where it is looked for.
+
+    Raises:
+        ConfigError: a word names a file.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        file = Path(value.strip("'\""))
+        if key.lstrip("+") != "recipe" or not (file.suffix in (".yaml", ".yml") or len(file.parts) > 1):
+            continue
+        listed = file.parent.name == "recipe"
+        folder = file.parent.parent if listed else file.parent
+        move = "" if listed else f"move it to {folder / 'recipe' / file.stem}.yaml and "
+        raise ConfigError(
+            f"+recipe={file} is a path, and a recipe is given by its name; {move}pass --config-dir "
+            f"'{folder}' +recipe={file.stem}"
+        )
 
 
 def _refuse_unmarked(own: Path, words: Sequence[str]) -> None:

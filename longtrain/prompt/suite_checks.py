@@ -25,7 +25,7 @@ def common_keys(cfg: DictConfig) -> None:
         ConfigError: what is no list of token counts.
         DataError: no text is where it is said to be.
     """
-    from longtrain.evaluation.corpora import text_files
+    from longtrain.evaluation.corpora import files_of_kinds, text_files
 
     for key, value in _leaves("suite", plain(cfg.suite)):
         name = key.rpartition(".")[2]
@@ -33,6 +33,9 @@ def common_keys(cfg: DictConfig) -> None:
             convert(value, Lengths, key)
         elif name == "text" and isinstance(value, str) and value not in WORDS_FOR_TEXT:
             text_files(Path(os.path.expandvars(value)).expanduser())
+    text, kinds = cfg.suite.get("text"), plain(cfg.suite.get("kinds"))
+    if isinstance(text, str) and text not in WORDS_FOR_TEXT and isinstance(kinds, list):
+        files_of_kinds(text, kinds=kinds)
 
 
 def evaluated(cfg: DictConfig) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain import methods
+from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.errors import ConfigError
+from longtrain.files import read_json
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.settings import wrong
 
@@ -30,16 +33,30 @@ def exported(cfg: DictConfig) -> None:
         if cfg.format not in names:
             raise wrong("format", cfg.format, ", ".join(names))
         own = all(Path(name).name == str(cfg.name) for name in artifact_names(cfg))
-        if cfg.method is not None and own and cfg.format not in known.get(str(cfg.method.name), ()):
-            from longtrain.jobs.exporting import formats
+        asked = [str(cfg.method.name)] if cfg.method is not None and own else _methods_of_artifacts(cfg)
+        for method in asked:
+            if cfg.format not in known.get(method, ()):
+                from longtrain.jobs.exporting import formats
 
-            formats.refuse_method(str(cfg.method.name), str(cfg.format))
+                formats.refuse_method(method, str(cfg.format))
         if cfg.format == "peft" and find_spec("peft") is None:
             raise ConfigError("format=peft needs the package peft; run: pip install 'longtrain[peft]'")
     if cfg.push:
         from longtrain.jobs.exporting import push
 
         push.check(cfg)
+
+
+def _methods_of_artifacts(cfg: DictConfig) -> list[str]:
+    """The methods of the artifacts that are named and lie on this machine."""
+    found, shipped = [], bundled_artifacts()
+    for name in artifact_names(cfg):
+        places = (Path(name), Path(cfg.home) / "checkpoints" / name, shipped.get(name, Path(name)))
+        file = next((one / MANIFEST for one in places if (one / MANIFEST).is_file()), None)
+        if file is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # whoever loads it says what is wrong
+                found.append(str(read_json(file)["method"]))
+    return found
 
 
 def reported(cfg: DictConfig) -> None:

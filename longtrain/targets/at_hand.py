@@ -46,9 +46,10 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
 
         return dequantised(folder)
     if not is_hub_id(text):
+        what = "is a file" if folder.is_file() else "does not exist"
         raise refusal(
             ConfigError,
-            f"target.path={text} is not a folder",
+            f"target.path={text} {what}",
             "a target folder, a .gguf file, a Hub id (org/name), or tiny",
         )
     from huggingface_hub import snapshot_download

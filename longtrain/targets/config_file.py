@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from longtrain.errors import ArtifactError, refusal
 from longtrain.files import impossible_number, read_json
 
@@ -22,6 +20,8 @@ def read_config(folder: Path) -> Any:
     Raises:
         ArtifactError: there is none, or it describes no model.
     """
+    from transformers import AutoConfig  # which costs seconds that `read_object` does without
+
     file = folder / "config.json"
     values = read_object(file, "pass a target folder (config.json, weights, tokenizer)")
     if wrong := impossible_number(values):

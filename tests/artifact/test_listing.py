@@ -78,6 +78,28 @@ def test_everything_has_a_line(word: str, home: Path, run) -> None:
     assert f"one/acceptance longspec tiny 2026-01-02 05:04 23/24 texts the same {figure}" in lines
 
 
+def test_the_main_figure_is_that_of_an_artifact(home: Path, run) -> None:
+    file = home / "runs/one/eval/acceptance/results.json"
+    results = json.loads(file.read_text())
+    write(
+        file, {**results, "systems": [FULL, DRAFT, {**DRAFT, "name": "baseline", "facts": {}, "tasks": []}]}
+    )
+    lines = run("list").stdout.splitlines()
+    assert (
+        next(line for line in lines if line.startswith(" one/acceptance")).rstrip().endswith("(one chain 4)")
+    )
+
+
+def test_a_name_with_folders_in_it_is_listed_too(home: Path, run) -> None:
+    for kind in ("runs", "checkpoints"):
+        (home / kind / "q").mkdir()
+        (home / kind / "one").rename(home / kind / "q" / "sub")
+    (home / "runs/q/sub/train/checkpoints").mkdir()
+    (home / "runs/q/eval/generated/train").mkdir(parents=True)  # a folder of that name that is no training
+    lines = [line.split()[0] for line in run("list").stdout.splitlines() if " longspec " in line]
+    assert lines == ["q/sub", "q/sub", "q/sub/acceptance"]
+
+
 def test_what_is_damaged_or_unfinished_is_told_in_its_line(home: Path, run) -> None:
     (home / "checkpoints/one/model.safetensors").write_bytes(b"other")
     write(home / "checkpoints/two/longtrain.json", "{")

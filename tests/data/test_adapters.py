@@ -162,6 +162,11 @@ def test_files_under_other_licences_are_left_out():
 
 
 def test_a_missing_column_names_those_there_are():
+    with pytest.raises(DataError, match=r"row r: its column 'messages' is null; drop the row"):
+        adapt("conversation", {"messages": None}, {}, name="r", kind="")
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    with pytest.raises(DataError, match="row r: a turn of assistant with tool_calls, which is not read"):
+        adapt("conversation", {"messages": [called]}, {}, name="r", kind="")
     with pytest.raises(DataError, match=r"row r has no column 'text'; it has: body.*columns: {text: NAME}"):
         one("text", {"body": "x"})
     assert one("text", {"body": "x"}, text="body").text == "x"

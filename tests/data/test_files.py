@@ -118,6 +118,41 @@ def test_hidden_files_are_no_text(tmp_path):
         find(str(tmp_path / "of.mine" / "e"), TEXT_SUFFIXES)
 
 
+def test_what_is_not_read_of_a_folder_is_told(tmp_path, caplog):
+    for name in ("a.txt", "B.TXT", "c.Md.XZ", "LICENSE", "page.html", ".hidden.txt"):
+        (tmp_path / name).write_bytes(lzma.compress(b"packed") if name.endswith("XZ") else b"plain")
+    found = find(str(tmp_path), TEXT_SUFFIXES)
+    assert [path.name for path in found] == ["B.TXT", "a.txt", "c.Md.XZ"]
+    assert [read_text(path) for path in found] == ["plain", "plain", "packed"]
+    assert [stem(path) for path in found] == ["B", "a", "c"]
+    assert (
+        "2 of its 5 files are not read, since they do not end in .txt, .md, .rst, .py: LICENSE, ..."
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "suffixes", "says"),
+    [
+        ("chats.jsonl", TEXT_SUFFIXES, "chats.jsonl .* read by data=conversations data.conversations={0}"),
+        ("a.md", JSONL_SUFFIXES, "a.md .* are read by data=text data.text={0}"),
+        ("a.rs", TEXT_SUFFIXES, "a.rs .* are read by data=code data.code={0}"),
+    ],
+)
+def test_a_folder_of_other_files_says_which_data_reads_them(tmp_path, name, suffixes, says):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=says.format(tmp_path)):
+        find(str(tmp_path), suffixes)
+
+
+def test_json_lines_as_text_are_told(tmp_path, caplog):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("{}")
+    assert find(str(file), JSONL_SUFFIXES) == [file] and not caplog.text
+    assert find(str(file), TEXT_SUFFIXES) == [file]
+    assert "is read as running text, JSON and all; its rows are read by data=conversations" in caplog.text
+
+
 def test_what_a_folder_of_code_is_is_decided_without_what_is_not_source(tmp_path, caplog):
     names = ["a.py", "lib/b.c", ".vscode/x.jsonl", ".vscode/y.jsonl", "node_modules/p/z.jsonl"]
     names += ["node_modules/p/q.js", "node_modules/r.jsonl"]

@@ -1,5 +1,9 @@
+import json
+import shutil
+
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from longtrain.data.chat.mask import (
     Rendered,
@@ -61,7 +65,7 @@ def test_a_blank_answer_without_any_label_is_passed_over(tokenizer):
     assert words(tokenizer, rendered) == [CHAT[4]["content"]]
     assert audit(tokenizer, rendered, chat, name="x") == ""
     none_T = np.zeros_like(rendered.mask_T)
-    with pytest.raises(DataError, match="0 stretches of labels for 1 answers that are not blank"):
+    with pytest.raises(DataError, match="0 stretches of labels for 2 answers, of which 1 are blank"):
         audit(tokenizer, Rendered(rendered.ids_T, none_T), chat, name="x")
     with pytest.raises(DataError, match="1 stretches of labels for 2 answers"):
         audit(tokenizer, rendered, CHAT, name="x")
@@ -144,6 +148,40 @@ def test_prefix_refuses_a_template_that_rewrites_earlier_turns(tokenizer):
     )
     with pytest.raises(DataError, match="turn 3"):
         render(tokenizer, CHAT, how="prefix", name="x")
+
+
+def test_white_space_before_an_answer_is_no_token_with_the_header(tokenizer, tokenizer_folder, tmp_path):
+    """As many published tokenizers, this one has a token for a newline and a space together."""
+    shutil.copytree(tokenizer_folder, tmp_path / "merging")
+    file = tmp_path / "merging" / "tokenizer.json"
+    inner = json.loads(file.read_text())
+    inner["model"]["vocab"]["ĊĠ"] = len(inner["model"]["vocab"])
+    inner["model"]["merges"] = [["Ċ", "Ġ"]]
+    file.write_text(json.dumps(inner))
+    merging = AutoTokenizer.from_pretrained(tmp_path / "merging")
+    merging.chat_template = UNMARKED.replace("<|assistant|>", "<|assistant|>\n")
+    late = [{**CHAT[2], "content": f"   {CHAT[2]['content']}"}, CHAT[3], {**CHAT[4], "content": "  In May."}]
+    both = [*CHAT[:2], *late]
+    assert words(merging, render(merging, both, how="prefix", name="x")) == [
+        "   She did.<|end|>",
+        "  In May.<|end|>",
+    ]
+    for chat in ([*CHAT[:4], late[2]], [*CHAT[:2], late[0]], CHAT):
+        rendered = render(merging, chat, how="prefix", name="x")
+        asked = render_prompt(merging, chat[:-1], name="x")
+        said = merging(chat[-1]["content"] + "<|end|>", add_special_tokens=False).input_ids
+        assert rendered.ids_T.tolist() == [*asked.tolist(), *said]
+        assert words(merging, rendered)[-1] == chat[-1]["content"] + "<|end|>"
+        assert audit(merging, rendered, chat, name="x") == "<|end|>"
+    whole = merging.apply_chat_template(both, return_dict=True)["input_ids"]
+    assert whole != render(merging, both, how="prefix", name="x").ids_T.tolist()
+    tokenizer.chat_template = merging.chat_template  # the same text, without such a token
+    assert merging.decode(rendered.ids_T) == tokenizer.decode(
+        render(tokenizer, chat, how="prefix", name="x").ids_T
+    )
+    merging.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|>\n")
+    with pytest.raises(DataError, match=r"generation marks, or pass data\.mask=prefix"):
+        audit(merging, render(merging, both, how="template", name="x"), both, name="x")
 
 
 @pytest.mark.parametrize("labels,word", [(0, "0%"), (50, "100%")])

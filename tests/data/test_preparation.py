@@ -546,6 +546,46 @@ def test_a_missing_column_says_what_to_type(tokenizer, tmp_path, texts):
         run(config({"text": str(texts)}, {"jsonl": str(rows)}), tokenizer, tmp_path)
 
 
+def test_what_is_left_out_is_among_what_was_read(tokenizer, tmp_path, caplog):
+    turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}]
+    rows = [
+        {"messages": turns},
+        {"messages": None},
+        {"body": "x"},
+        {"messages": turns[:1]},
+        {"messages": turns},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{oops\n")
+    with pytest.raises(
+        DataError, match=r"'messages' is null; drop the row; or pass data\.on_error=skip, which"
+    ):
+        run(config({"conversations": str(path)}), tokenizer, tmp_path)
+    with caplog.at_level("INFO", "longtrain"):
+        run(config({"conversations": str(path)}, on_error="skip"), tokenizer, tmp_path)
+    assert (
+        "documents=2 " in caplog.text and "read 6 documents: 1 conversations that do not end" in caplog.text
+    )
+    assert (
+        "3 in error" in caplog.text and "pass '++data.sources.0.columns={conversations: NAME}'" in caplog.text
+    )
+
+
+def test_prompts_too_short_for_a_question_are_told_before_text_is_read(
+    tokenizer, tmp_path, texts, monkeypatch
+):
+    monkeypatch.setattr("longtrain.data.chat.tokenise.documents", None)
+    sources = ({"text": str(texts)}, {"synthetic": "questions", "rows": 2})
+    says = (
+        r"data.prompt_tokens begins at 20, too short for a question of the task '\w+'; .*: \d{3} or more, e.g"
+    )
+    with pytest.raises(ConfigError, match=says):
+        run(config(*sources, prompt_tokens=[20, 100], answer_tokens=8), tokenizer, tmp_path)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        run(config(*sources, prompt_tokens=[20, 100], answer_tokens=8), tokenizer, tmp_path)
+
+
 def test_a_source_tree_is_code(tokenizer, tmp_path):
     root = tmp_path / "tree"
     for name in (

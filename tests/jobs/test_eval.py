@@ -193,7 +193,7 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
             ConfigError,
             r"tokens or shares of the prompt, not both .*budgets=\[32\], then",
         ),
-        ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
+        ("target.path=/no/where", ConfigError, "/no/where does not exist"),
         ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
         ("lengths=[]", ConfigError, r"suite.lengths=\[\]; allowed: one or more"),
         ("lengths=[two]", ConfigError, r"suite.lengths=\['two'\]; allowed: .*token counts"),

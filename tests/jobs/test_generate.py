@@ -165,7 +165,7 @@ def test_the_target_of_an_artifact_is_found_here_and_named_only_elsewhere(
     generate.run(composed("generate", *call))
     assert capsys.readouterr().out.startswith(plain_text("hello there"))
     (artifact / "local.json").unlink()  # as after a download
-    with pytest.raises(ConfigError, match=f"target.path={target_folder.name} is not a folder"):
+    with pytest.raises(ConfigError, match=f"target.path={target_folder.name} does not exist"):
         generate.run(composed("generate", *call))
 
 
@@ -407,7 +407,7 @@ def test_one_stop_string_needs_no_list(composed, stop):
             ConfigError,
             "decode.max_new_tokens=all; allowed: a token count such as 512, 4k",
         ),
-        (("prompt=a", "target.path=/no/where"), ConfigError, "/no/where is not a folder"),
+        (("prompt=a", "target.path=/no/where"), ConfigError, "/no/where does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_error(composed, overrides, error, message):

@@ -175,6 +175,18 @@ def test_what_fails_leaves_no_folder(cache, tmp_path):
     assert [path.suffix for path in (cache / "longtrain" / "gguf" / "v1").iterdir()] == [".lock"]
 
 
+def test_a_wrong_word_is_told_before_a_file_is_dequantised(cache, tmp_path, monkeypatch, run):
+    def dequantise(*_):
+        raise AssertionError("a wrong word costs nobody minutes")
+
+    file = write(tmp_path / "x.gguf")
+    monkeypatch.setattr("longtrain.targets.stored.gguf._write", dequantise)
+    done = run("generate", f"target.path={file}", "artifact=absent", "prompt=x")
+    assert done.returncode == 1 and "no artifact 'absent'" in done.stderr
+    done = run("train", "+recipe=longspec_local", f"target.path={file}", "optim.lr=-1", "data.stages=[]")
+    assert "optim.lr=-1; allowed" in done.stderr and "data.stages is empty" in done.stderr
+
+
 def test_without_the_package_it_says_what_to_install(cache, tmp_path, monkeypatch):
     file = write(tmp_path / "small.gguf")
     monkeypatch.setattr(reader, "find_spec", lambda name: None)
@@ -209,7 +221,7 @@ def test_files_that_are_no_gguf(cache, tmp_path, content):
         folder_of(file)
     assert "\n" not in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"
+        ConfigError, match=r"absent\.gguf does not exist; allowed: a target folder, a \.gguf file"
     ):
         folder_of("models/absent.gguf")
 

@@ -154,7 +154,7 @@ def test_shards_and_legacy_files_load_the_same(folder):
 
 
 def test_a_missing_folder_names_the_folder_and_the_hub(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_target(tmp_path / "nowhere")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

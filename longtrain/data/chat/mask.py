@@ -75,7 +75,8 @@ def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) 
         tokenizer: the tokenizer of the target.
         messages: turns with `role` and `content`.
         how: `template`: the template's generation marks say what the assistant wrote. `prefix`: every turn is
-            rendered on its own prefix, and must be a token-exact prefix of the whole. `all`: every token is a
+            rendered on its own prefix, which must be a prefix of the whole; where its tokens are not, since
+            they run over the edge of an answer, answers are tokenised by themselves. `all`: every token is a
             label.
         name: what error messages call it.
 
@@ -177,7 +178,8 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
             raise DataError(
                 f"conversation {name}: labels do not line up with the answer: they read {_cut(text)}, the "
                 f"answer is {_cut(content)}; each label must be the assistant's own token (mask[t] is about "
-                f"token t), then its end marker; check the template's generation marks"
+                f"token t), then its end marker; check the template's generation marks, or pass "
+                f"data.mask=prefix"
             )
         marker = rest.strip()
     return marker
@@ -212,8 +214,9 @@ def _paired(
         pairs.append((text, answer))
     if of_blank or len(pairs) != len(texts):
         raise DataError(
-            f"conversation {name}: {len(texts)} stretches of labels for {filled} answers that are not blank; "
-            "the chat template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
+            f"conversation {name}: {len(texts)} stretches of labels for {len(answers)} answers, of which "
+            f"{len(answers) - filled} are blank; the chat template's generation marks do not fit it (drop "
+            "the row, or pass data.mask=prefix)"
         )
     return pairs
 
@@ -251,12 +254,48 @@ def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) ->
         )
         for part in (before, through):
             if len(part) > len(whole) or not np.array_equal(part, whole[: len(part)]):
-                raise DataError(
-                    f"conversation {name}: data.mask=prefix does not work with this chat template: up to "
-                    f"turn {turn + 1} it is rendered otherwise than within the whole; add generation marks"
-                )
+                return _render_by_text(tokenizer, messages, name)
         mask_T[len(before) : len(through)] = True
     return Rendered(whole, mask_T)
+
+
+def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> Rendered:
+    """A conversation whose answers are tokenised apart from what is around them, as they are when written.
+
+    In the whole, the white space that an answer begins with may be one token with the end of the header,
+    which the target, reading the header alone, never sees.
+
+    Raises:
+        DataError: the template rewrites earlier turns, or the parts are not the whole.
+    """
+    whole = str(apply_template(tokenizer, messages, name=name, tokenize=False))
+    parts: list[tuple[str, bool]] = []
+    done = 0
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = {"name": name, "tokenize": False, "add_generation_prompt": True}
+        before = str(apply_template(tokenizer, messages[:turn], **asked))
+        through = str(apply_template(tokenizer, messages[: turn + 1], name=name, tokenize=False))
+        if not (through.startswith(before) and whole.startswith(through) and len(before) >= done):
+            raise DataError(
+                f"conversation {name}: data.mask=prefix does not work with this chat template: up to "
+                f"turn {turn + 1} it is rendered otherwise than within the whole; add generation marks"
+            )
+        parts += [(whole[done : len(before)], False), (whole[len(before) : len(through)], True)]
+        done = len(through)
+    parts.append((whole[done:], False))
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text, _ in parts]
+    ids_T = np.concatenate([np.asarray(one, np.int64) for one in ids])
+    if tokenizer.decode(ids_T.tolist()) != tokenizer.decode(
+        tokenizer(whole, add_special_tokens=False).input_ids
+    ):
+        raise DataError(
+            f"conversation {name}: data.mask=prefix does not work with this tokenizer, which reads a text in "
+            "parts otherwise than as a whole; put generation marks into its chat_template.jinja"
+        )
+    labelled = [np.full(len(one), label) for one, (_, label) in zip(ids, parts, strict=True)]
+    return Rendered(ids_T, np.concatenate(labelled))
 
 
 def _apply(tokenizer: Any, messages: Sequence[Message], name: str, **options: Any) -> Any:

@@ -9,7 +9,6 @@ import hashlib
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -20,9 +19,8 @@ from longtrain.data.chat.conversations import Conversations
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
-from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import Inputs, documents
-from longtrain.data.retrieval.synthetic import synthetic_documents
+from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
 from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ConfigError, DataError, first_line, is_failure
 from longtrain.log import get_logger
@@ -78,7 +76,7 @@ class Tokenise:
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
-        self.tell = self._skip if self.config.on_error == "skip" else refuse
+        self.tell = self._skip if self.config.on_error == "skip" else _refuse
 
     def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """All sources' documents, tokenised and checked.
@@ -88,17 +86,14 @@ class Tokenise:
         """
         synthetic = [(i, source) for i, (source, _) in enumerate(sources) if source.reader == "synthetic"]
         self.texts = {} if synthetic else None
-        if any(self._prompted(source) for source, _ in sources):
-            check_room(self.config, self.limit)
+        self._check(sources)
         for index, (source, found) in enumerate(sources):
             if source.reader == "synthetic":
                 continue
             before = self.counts["kept"] + self.counts["text only"]
-            with self._placed(source):
-                files = len(found["files"]) if source.reader == "text" else None
-                stream = self._follow(documents(source, found, self.tell), source, total=files)
-                for batch in _batches(stream):
-                    self._add(writer, index, self._tokens(batch, index, source))
+            files = len(found["files"]) if source.reader == "text" else None
+            for batch in _batches(self._follow(self._read(source, found), source, total=files)):
+                self._add(writer, index, self._tokens(batch, index, source))
             self.conversations.check_share()
             if self.counts["kept"] + self.counts["text only"] == before:
                 first = f"; the first: {self.errors[0]}" if self.errors else ""
@@ -112,6 +107,14 @@ class Tokenise:
         self._hold_out_some(writer)
         if all(writer.val):
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
+
+    def _check(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
+        """Refuse what cannot be made of the sources whatever their documents are, before any is read."""
+        if any(self._prompted(source) for source, _ in sources):
+            check_room(self.config, self.limit)
+        for source, _ in sources:
+            if source.reader == "synthetic":
+                check_synthetic(source, self.tokenizer, self.config)
 
     def _hold_out_some(self, writer: PreparedWriter) -> None:
         """Hold out one document of each kind of which the draw took none, so that `eval` finds text of it."""
@@ -133,10 +136,10 @@ class Tokenise:
     def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Have the target write the answers that are missing; where `answers` is of a part, that part's."""
         self.texts = {}
-        check_room(self.config, self.limit)
+        self._check(sources)
         for index, (source, found) in enumerate(sources):
             if source.reader != "synthetic":
-                for batch in _batches(self._follow(documents(source, found, self.tell), source)):
+                for batch in _batches(self._follow(self._read(source, found), source)):
                     deque(self._tokens(batch, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
@@ -147,7 +150,9 @@ class Tokenise:
         """What was read and left out, in words."""
         told = {**DROPS, **NOTES}
         words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
-        return f"read {self.counts['documents']} documents: {words or 'all kept'}"
+        several = any(source.prompts > 1 for source in self.config.sources) and self.config.prompt_tokens
+        cut = ", several prompts from each text" if several else ""
+        return f"read {self.counts['documents']} documents{cut}: {words or 'all kept'}"
 
     def _skip(self, error: DataError) -> None:
         """Count what is left out; the first of it is told."""
@@ -156,15 +161,15 @@ class Tokenise:
             self.errors.append(error)
             log.warning("left out: %s", error)
 
-    @contextmanager
-    def _placed(self, source: SourceConfig) -> Iterator[None]:
-        """Say in advice about a source's columns what to type."""
-        try:
-            yield
-        except DataError as error:
-            number = self.config.sources.index(source)
-            typed = rf"pass '++data.sources.{number}.columns=\1'"
-            raise DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))) from error
+    def _read(self, source: SourceConfig, found: Inputs) -> Iterator[Document]:
+        """The documents of a source; one that cannot be read counts too, and what to type is told of it."""
+        typed = rf"pass '++data.sources.{self.config.sources.index(source)}.columns=\1'"
+
+        def tell(error: DataError) -> None:
+            self.tell(DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))))
+            self.counts["documents"] += 1
+
+        return documents(source, found, tell)
 
     def _prompted(self, source: SourceConfig) -> bool:
         """Whether this source's documents become a prompt and a response each."""
@@ -372,6 +377,16 @@ class Tokenise:
         ):
             self.counts["documents"] += 1
             yield item
+
+
+def _refuse(error: DataError) -> None:
+    """Stop at the first document that cannot be read, and say how to go on without such.
+
+    Raises:
+        DataError: what was wrong.
+    """
+    skip = "; or pass data.on_error=skip, which leaves such documents out"
+    raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
 
 
 def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:

@@ -28,6 +28,8 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+CALLS = ("tool_calls", "function_call")
+"""Keys of turns that hold what the assistant wrote beside the content, in a form of each template's own."""
 TURNS = ("conversations", "messages", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query")
 ANSWERS = ("response", "answer", "output", "completion", "solution", "qwq")
@@ -98,6 +100,11 @@ def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
             raise DataError(f"row {name}: a turn is a {type(turn).__name__}; role and content are wanted")
         role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
         content = _joined(content)
+        if called := [key for key in CALLS if turn.get(key)]:
+            raise DataError(
+                f"row {name}: a turn of {role} with {called[0]}, which is not read, so the labels would lack "
+                "the call; write it into the content"
+            )
         if role not in ROLES or not isinstance(content, str):
             raise DataError(
                 f"row {name}: turn with role {role!r} and {type(content).__name__} content; "
@@ -117,9 +124,12 @@ def _joined(content: Any) -> Any:
 
 
 def _column(row: Row, columns: Columns, key: str, name: str, *others: str, instead: str = "") -> Any:
-    for column in (columns.get(key, key), *(() if key in columns else others)):
+    names = (columns.get(key, key), *(() if key in columns else others))
+    for column in names:
         if row.get(column) is not None:
             return row[column]
+    if empty := [column for column in names if column in row]:
+        raise DataError(f"row {name}: its column '{empty[0]}' is null; drop the row")
     raise DataError(
         f"row {name} has no column '{columns.get(key, key)}'; it has: {', '.join(row)}; "
         f"set columns: {{{key}: NAME}} for this source{instead}"
@@ -151,7 +161,8 @@ def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
     own = {key: columns[key] for key in ("prompt", "conversations") if key in columns}
     asked = next((row[key] for key in (own.get("prompt"), *PROMPTS) if key and row.get(key)), None)
     if asked is not None and not any(row.get(key) for key in (own.get("conversations"), *TURNS) if key):
-        answer = _column(row, columns, "response", name, *ANSWERS)
+        turns_in_one = ", or {conversations: NAME} for turns in one column"
+        answer = _column(row, columns, "response", name, *ANSWERS, instead=turns_in_one)
         if isinstance(asked, str) and isinstance(answer, str):
             return _instruct(row, columns, name)
         turns = [*_turns(asked, "user"), *_turns(answer, "assistant")]

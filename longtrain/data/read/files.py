@@ -39,6 +39,13 @@ CODE_SUFFIXES = (
 NOT_SOURCE = ("node_modules", "__pycache__")
 """Folders of a source tree that hold no sources of its own, beside those whose names begin with a point."""
 PACKED_SUFFIXES = ("", ".xz", ".gz", ".zst")
+READ_BY = {
+    JSONL_SUFFIXES: "data=conversations data.conversations={0} (rows of turns) or data=code data.code={0} "
+    "(rows with a `text` column)",
+    TEXT_SUFFIXES: "data=text data.text={0}",
+    CODE_SUFFIXES: "data=code data.code={0}",
+}
+"""Suffixes -> the data of one's own files that reads them in a folder."""
 UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)
 """Errors of a file that is no UTF-8 text, of a damaged archive, and of a file that may not be read."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -73,16 +80,16 @@ def find_code(where: str) -> list[Path]:
     if not root.is_dir():
         return [root]
     own = [file for file in visible(root) if not {*NOT_SOURCE} & {*file.relative_to(root).parts}]
-    source = [file for file in own if file.suffix in CODE_SUFFIXES]
-    lines = [file for file in own if file.name.endswith(_packed(JSONL_SUFFIXES[:2]))]
+    source = [file for file in own if file.suffix.lower() in CODE_SUFFIXES]
+    lines = [file for file in own if _ends(file, JSONL_SUFFIXES[:2])]
     if len(source) > len(lines):
         if lines:
             said = f"a source tree of {len(source)} files; its {len(lines)} files of JSON lines"
             log.warning("%s is read as %s (%s, ...) are not read", root, said, lines[0].relative_to(root))
         return source
-    rows = [file for file in own if file.name.endswith(_packed(JSONL_SUFFIXES))]
+    rows = [file for file in own if _ends(file, JSONL_SUFFIXES)]
     if not rows:
-        raise _nothing(root, (*JSONL_SUFFIXES, *CODE_SUFFIXES[:3]))
+        raise _nothing(root, (*JSONL_SUFFIXES, *CODE_SUFFIXES[:3]), own)
     if source:
         said = f"{len(rows)} files of JSON lines; its {len(source)} source files"
         log.warning("%s is read as %s (%s, ...) are not read", root, said, source[0].relative_to(root))
@@ -92,19 +99,35 @@ def find_code(where: str) -> list[Path]:
 def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `where` names: itself, or every file of a folder with one of the suffixes, sorted.
 
+    The log says how many of a folder's other files are not read.
+
     Args:
         where: see `place`; hidden files of a folder are left out, see `visible`.
-        suffixes: e.g. `TEXT_SUFFIXES`; each also counts with `.xz` or `.gz` behind it.
+        suffixes: e.g. `TEXT_SUFFIXES`, in capitals or not; each also counts with `.xz` or `.gz` behind it.
 
     Raises:
         DataError: nothing there.
     """
     path = place(where)
     if path.is_file():
+        if _ends(path, JSONL_SUFFIXES) and not _ends(path, suffixes):
+            advice = READ_BY[JSONL_SUFFIXES].format(path)
+            log.warning("%s is read as running text, JSON and all; its rows are read by %s", path, advice)
         return [path]
-    files = [file for file in visible(path) if file.name.endswith(_packed(suffixes))]
+    every = visible(path)
+    files = [file for file in every if _ends(file, suffixes)]
     if not files:
-        raise _nothing(path, suffixes)
+        raise _nothing(path, suffixes, every)
+    if left := [file for file in every if not _ends(file, suffixes)]:
+        log.warning(
+            "%s: %d of its %d files are not read, since they do not end in %s: %s%s",
+            path,
+            len(left),
+            len(every),
+            ", ".join(suffixes),
+            left[0].relative_to(path),
+            ", ..." if len(left) > 1 else "",
+        )
     return files
 
 
@@ -121,16 +144,23 @@ def visible(root: Path) -> list[Path]:
     )
 
 
-def _packed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    """Each suffix, plain and with that of an archive behind it."""
-    return tuple(suffix + packed for suffix in suffixes for packed in PACKED_SUFFIXES)
+def _ends(file: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file's name ends in one of the suffixes, plain or with that of an archive behind it."""
+    return file.name.lower().endswith(tuple(end + packed for end in suffixes for packed in PACKED_SUFFIXES))
 
 
-def _nothing(folder: Path, suffixes: tuple[str, ...]) -> DataError:
-    return DataError(
+def _nothing(folder: Path, suffixes: tuple[str, ...], every: list[Path]) -> DataError:
+    """What a folder lacks, and which data reads the files that it has."""
+    said = (
         f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz, .gz or .zst; hidden "
         "files do not count)"
     )
+    for ends, data in READ_BY.items():
+        if found := [file for file in every if _ends(file, ends)]:
+            first = found[0].relative_to(folder)
+            said += f"; {first} and its like ({len(found)} in all) are read by {data.format(folder)}"
+            break
+    return DataError(said)
 
 
 def place(where: str) -> Path:
@@ -184,11 +214,12 @@ def open_bytes(path: Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be read.
     """
-    if path.suffix == ".xz":
+    packed = path.suffix.lower()
+    if packed == ".xz":
         return lzma.open(path)
-    if path.suffix == ".gz":
+    if packed == ".gz":
         return BufferedReader(gzip.open(path))
-    if path.suffix == ".zst":
+    if packed == ".zst":
         import pyarrow
 
         stream: Any = pyarrow.input_stream(str(path), compression="zstd")
@@ -270,7 +301,8 @@ def stem(path: Path) -> str:
     """A file's name without its suffixes for text and packing."""
     name = readable(path.name)
     for suffix in (*PACKED_SUFFIXES[1:], *TEXT_SUFFIXES, *JSONL_SUFFIXES):
-        name = name.removesuffix(suffix)
+        if name.lower().endswith(suffix):
+            name = name[: -len(suffix)]
     return name
 
 

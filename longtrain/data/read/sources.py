@@ -117,7 +117,7 @@ def _texts(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document
 def _rows(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
     adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
     files = [Path(file["path"]) for file in found["files"]]
-    if files[0].suffix in CODE_SUFFIXES:
+    if files[0].suffix.lower() in CODE_SUFFIXES:
         yield from _source_tree(place(str(source.where)), files, source, tell)
         return
     named = (item for file in files for item in read_jsonl(file, tell))

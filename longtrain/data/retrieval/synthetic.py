@@ -32,12 +32,14 @@ from longtrain.errors import ConfigError, DataError
 
 OPTIONS = {"doc_tokens", "tasks"}
 """Options that a synthetic source may have."""
+TASKS = {"retrieval": (*QUESTION_TASKS, "copy"), "questions": QUESTION_TASKS}
+"""Kind of a synthetic source -> the tasks that it can be written for."""
 
 
 class RetrievalWriter(RetrievalQuestionWriter):
     """Writes retrieval documents of an exact length into the text of its streams; arguments: `Phrases`."""
 
-    tasks = ("needles", "chains", "table", "quote", "copy")
+    tasks = TASKS["retrieval"]
 
     def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         """One document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
@@ -225,21 +227,10 @@ def synthetic_documents(
         limit: most tokens of a prompt and its answer; None: no limit.
 
     Raises:
-        ConfigError: another name, no `rows`, an unknown option or task, or no text to write into.
+        ConfigError: see `check_synthetic`; or there is no text to write into.
         DataError: a chat template whose turn marks cannot be told from the turns.
     """
-    known = {"retrieval": RetrievalWriter.tasks, "questions": QUESTION_TASKS}
-    if source.where not in known or not source.rows or set(source.options) - OPTIONS:
-        raise ConfigError(
-            f"synthetic: {source.where} rows: {source.rows} options: {sorted(source.options)}; allowed: "
-            f"synthetic: {' or '.join(known)}, rows: COUNT, options {', '.join(sorted(OPTIONS))}"
-        )
-    tasks = tuple(source.options.get("tasks") or known[source.where])
-    unknown = sorted(set(tasks) - set(known[source.where]))
-    if unknown:
-        raise ConfigError(
-            f"synthetic: {source.where} tasks: '{unknown[0]}'; known: {', '.join(known[source.where])}"
-        )
+    tasks = _tasks(source)
     if not texts:
         raise ConfigError(
             f"synthetic: {source.where} has no text to hide facts in; give a source of running text, e.g. "
@@ -247,17 +238,11 @@ def synthetic_documents(
         )
     token_text = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     streams = [TextStream(np.concatenate(parts), token_text, kind) for kind, parts in texts.items()]
-    writer = RetrievalWriter(
-        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-        turn_marks(tokenizer),
-        streams,
-        separator=-1,
-        wording=wording_of(tokenizer),
-    )
-    shortest, longest = source.options.get("doc_tokens") or config.prompt_tokens or (512, 4096)
+    writer = _writer(tokenizer, streams)
+    shortest, longest = _lengths(source, config)
     if source.where == "questions" and limit is not None:
         longest = max(shortest, min(longest, limit - config.answer_tokens))
-    for number in range(source.rows):
+    for number in range(source.rows or 0):
         rng = np.random.default_rng([config.seed, number])
         n_tokens = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
         task = tasks[int(rng.integers(len(tasks)))]
@@ -270,6 +255,61 @@ def synthetic_documents(
         made = writer.write(task, n_tokens, rng)
         about = Document(name, source.kind or made.kind, val=bool(val))
         yield about, made.ids_T.astype(np.int64), made.roles_T != Role.PROMPT
+
+
+def check_synthetic(source: SourceConfig, tokenizer: Any, config: DataConfig) -> None:
+    """Refuse a synthetic source that cannot be written, before any text is tokenised.
+
+    Args:
+        source: see `synthetic_documents`.
+        tokenizer: the target's.
+        config: says how long prompts are.
+
+    Raises:
+        ConfigError: another name, no `rows`, an unknown option or task, or prompts too short for a task.
+        DataError: no chat template, or one whose turn marks cannot be told from the turns.
+    """
+    tasks, (shortest, _) = _tasks(source), _lengths(source, config)
+    writer = _writer(tokenizer, [TextStream(np.zeros(64, np.int64), [""], "text")])
+    least = {task: writer.least_tokens(task) for task in tasks} if source.where == "questions" else {}
+    longest_task = max(least, key=lambda task: least[task], default="")
+    if longest_task and shortest < least[longest_task]:
+        key = "data.sources.options.doc_tokens" if source.options.get("doc_tokens") else "data.prompt_tokens"
+        raise ConfigError(
+            f"{key} begins at {shortest}, too short for a question of the task '{longest_task}'; allowed "
+            f"with this target's tokenizer: {least[longest_task]} or more, e.g. "
+            f"{key}=[{least[longest_task]},{2 * least[longest_task]}]"
+        )
+
+
+def _tasks(source: SourceConfig) -> tuple[str, ...]:
+    """The tasks of a synthetic source, whose other values are checked too."""
+    if source.where not in TASKS or not source.rows or set(source.options) - OPTIONS:
+        raise ConfigError(
+            f"synthetic: {source.where} rows: {source.rows} options: {sorted(source.options)}; allowed: "
+            f"synthetic: {' or '.join(TASKS)}, rows: COUNT, options {', '.join(sorted(OPTIONS))}"
+        )
+    known = TASKS[source.where]
+    tasks = tuple(source.options.get("tasks") or known)
+    if unknown := sorted(set(tasks) - set(known)):
+        raise ConfigError(f"synthetic: {source.where} tasks: '{unknown[0]}'; known: {', '.join(known)}")
+    return tasks
+
+
+def _lengths(source: SourceConfig, config: DataConfig) -> tuple[int, int]:
+    """The shortest and the longest document of a synthetic source, tokens."""
+    shortest, longest = source.options.get("doc_tokens") or config.prompt_tokens or (512, 4096)
+    return shortest, longest
+
+
+def _writer(tokenizer: Any, streams: list[TextStream]) -> RetrievalWriter:
+    return RetrievalWriter(
+        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        turn_marks(tokenizer),
+        streams,
+        separator=-1,
+        wording=wording_of(tokenizer),
+    )
 
 
 def _prompt(made: RetrievalQuestion, about: Document, config: DataConfig) -> PromptDocument:

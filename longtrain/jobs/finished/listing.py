@@ -18,6 +18,8 @@ from longtrain.files import json_sha256, read_json
 Row = list[str]
 HEADER = ("name", "method", "target", "when", "verified", "main figure")
 UNREADABLE = "cannot be read"
+OF_TRAINING = ("config.yaml", "provenance.json", "checkpoints")
+"""What the folder of a training holds, one of these at least."""
 CHUNK_BYTES = 1 << 22
 """Bytes of a file that are hashed at once."""
 
@@ -60,7 +62,7 @@ def _artifacts(home: Path, measured: dict[str, str]) -> Iterator[Row]:
         measured: hash of an artifact's tensors -> main figure of an evaluation in which it ran.
     """
     base = home / "checkpoints"
-    for file in sorted({*base.glob(f"*/{MANIFEST}"), *base.glob(f"*/*/{MANIFEST}")}):
+    for file in sorted(base.glob(f"**/{MANIFEST}")):
         folder, name = file.parent, file.parent.relative_to(base).as_posix()
         manifest = _json(file)
         try:
@@ -112,7 +114,8 @@ def _told(folder: Path) -> str:
 
 def _trained(home: Path) -> Iterator[Row]:
     """A line for each run with a training: its last step and loss."""
-    for folder in sorted((home / "runs").glob("*/train")):
+    runs = home / "runs"
+    for folder in sorted({file.parent for file in runs.glob("**/train/*") if file.name in OF_TRAINING}):
         try:
             cfg: Any = OmegaConf.load(folder / "config.yaml")
             method, target = str(cfg.method.name), str(cfg.target.path if cfg.target else tables.DASH)
@@ -128,16 +131,18 @@ def _trained(home: Path) -> Iterator[Row]:
             }
             said = [f"{key} {value:.3f}" for key, value in losses.items() if isinstance(value, float)]
             figure = ", ".join([f"step {summary['steps']}", *said])
-        yield [folder.parent.name, method, target, when, tables.DASH, figure]
+        name = folder.parent.relative_to(runs).as_posix()
+        yield [name, method, target, when, tables.DASH, figure]
 
 
 def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
     """A line for each suite that was evaluated; `measured` is filled with the figure of each artifact."""
-    files = (home / "runs").glob("*/eval/*/results.json")
+    runs = home / "runs"
+    files = runs.glob("**/eval/*/results.json")
     for file in sorted(
         files, key=lambda file: file.stat().st_mtime
     ):  # the newest figure of an artifact stays
-        name = f"{file.parents[2].name}/{file.parent.name}"
+        name = f"{file.parents[2].relative_to(runs).as_posix()}/{file.parent.name}"
         results, made = _json(file), _json(file.with_name("provenance.json"))
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
         try:
@@ -149,7 +154,8 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
             methods = dict.fromkeys(
                 artifact["method"] for one in others for artifact in one["facts"].get("artifacts", [])
             )
-            last = (others or systems)[-1]
+            of_artifacts = [one for one in others if one["facts"].get("artifacts")]
+            last = (of_artifacts or others or systems)[-1]
             target = str(results["target"]["name"])
             yield [
                 name,

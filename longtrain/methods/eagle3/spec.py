@@ -42,7 +42,6 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagl
     if not module.fresh:
         check_vocabulary(module.draft_ids_K, target.info)
         return Eagle3Objective(module, target, config)
-    check_heads(config, target.info)
     if config.warm_start:
         warm_start(module, target)
     return Eagle3Objective(module, target, config)
@@ -100,6 +99,7 @@ SPEC = MethodSpec(
     formats=FORMATS,
     attach=_attach,
     check_data=_check_data,
+    check_target=check_heads,
     cost=MethodCost(training=training, cycle=cycle, suite="training"),
     from_data=from_data,
 )

@@ -60,6 +60,14 @@ def _check_data(config: Config, data: DataConfig) -> None:
                 spec.check_data(settings, data)
 
 
+def _check_target(config: Config, info: TargetInfo) -> None:
+    """Refuse settings that a member refuses for this target."""
+    for name, (spec, settings) in members_of(config).items():
+        if spec.check_target is not None:
+            with member_keys(name):
+                spec.check_target(settings, info)
+
+
 def _from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
     """What each member takes from the data, under its name."""
     found = {}
@@ -77,6 +85,7 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     check_data=_check_data,
+    check_target=_check_target,
     from_data=_from_data,
     members=members_of,
     cost=MethodCost(training=training, response_tokens=512, suite="training"),

@@ -13,8 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line, is_failure, refusal
 from longtrain.files import as_json, lock, write_files
@@ -25,6 +23,7 @@ from longtrain.targets.info import check_supported
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = get_logger(__name__)
@@ -59,13 +58,8 @@ def dequantised(file: Path) -> Path:
         TargetMismatchError: the model is not supported.
         LongtrainError: the folder cannot be written.
     """
-    from huggingface_hub import cached_assets_path, constants
-
-    status = file.stat()
-    digest = _sha256(file, status.st_size, status.st_mtime_ns)
-    places = cached_assets_path("longtrain", "gguf", f"v{FORM}", assets_dir=constants.HF_ASSETS_CACHE)
-    folder = places / digest[:32]
-    with lock(places / f"{digest[:32]}.lock", wait=True):
+    folder, digest = _place(file)
+    with lock(folder.with_name(f"{folder.name}.lock"), wait=True):
         if not (folder / RECORD).is_file():
             if find_spec("gguf") is None:
                 raise ConfigError(
@@ -77,6 +71,21 @@ def dequantised(file: Path) -> Path:
                 _write(file, digest, fresh)
     _tell(str(file), str(folder))
     return folder
+
+
+def is_dequantised(file: Path) -> bool:
+    """Whether the target folder of a GGUF file is there, which otherwise takes minutes to make."""
+    return (_place(file)[0] / RECORD).is_file()
+
+
+def _place(file: Path) -> tuple[Path, str]:
+    """The target folder of a GGUF file, and the file's SHA-256."""
+    from huggingface_hub import cached_assets_path, constants
+
+    status = file.stat()
+    digest = _sha256(file, status.st_size, status.st_mtime_ns)
+    places = cached_assets_path("longtrain", "gguf", f"v{FORM}", assets_dir=constants.HF_ASSETS_CACHE)
+    return places / digest[:32], digest
 
 
 def record_of(folder: Path) -> dict[str, str]:
@@ -168,6 +177,7 @@ def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTra
     Raises:
         ArtifactError: weights of the model are not in the file.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
