@@ -1,6 +1,7 @@
 """Run by test_kvpress.py in kvpress's own environment: `press_worker.py JOB.json RESULT.json`.
 
-`lookaheadkv_kvpress.py` is imported from the job's folder, alone, as a user who copies it would. RESULT.json holds what
+`lookaheadkv_kvpress.py` is imported from the job's folder, alone, as a user who copies it would.
+RESULT.json holds what
 each check of the job's list returned.
 """
 

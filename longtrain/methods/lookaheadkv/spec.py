@@ -25,7 +25,7 @@ from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive")
 IN_KVPRESS = """```python
-from longtrain.integrations.lookaheadkv_kvpress import LookaheadKVPress  # the file stands alone: copy it as you like
+from longtrain.integrations.lookaheadkv_kvpress import LookaheadKVPress  # or copy the file
 
 with LookaheadKVPress(artifact="ADDRESS", budget=128)(model):
     model.generate(**tokenizer(prompt, return_tensors="pt").to(model.device), max_new_tokens=64)

@@ -11,10 +11,10 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ArtifactError
+from longtrain.integrations.longspec_vllm import LongSpecProposer
 from longtrain.methods.longspec.authors import read_draft
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.integrations.longspec_vllm import LongSpecProposer
 
 BIASED = Config(window=6, attention_bias=True, max_depth=4)
 NAMES = [f"self_attn.{x}_proj.bias" for x in "qkv"] + ["cross_attn.q_proj.bias"]
