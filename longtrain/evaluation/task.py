@@ -74,7 +74,6 @@ class Task(WithExamples):
         stops: texts whose last token ends an answer, beside the target's own end tokens.
         stop_strings: strings that end an answer wherever they stand in its text.
         min_new_tokens: tokens that no end token may stand among.
-        n_turns: answers asked of an example, one after the other.
         ignore_eos: let no token end an answer, so that each has `max_new_tokens`.
         max_prompt_tokens: most tokens of the prompt's text; None: what the target's window leaves.
         samples: answers to each prompt, each drawn with a seed of its own; the score is their mean.
@@ -97,7 +96,6 @@ class Task(WithExamples):
     stops: tuple[str, ...] = ()
     stop_strings: tuple[str, ...] = ()
     min_new_tokens: int = 0
-    n_turns: int = 1
     ignore_eos: bool = False
     max_prompt_tokens: int | None = None
     samples: int = 1
@@ -121,21 +119,13 @@ class Task(WithExamples):
         """What figures are split by."""
         return self.facets_of(example)
 
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
+    def encode(self, example: Example, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> Encoded:
         """The tokens that the target is given.
 
         Args:
             example: of this task.
             tokenizer: the target's.
             max_tokens: most tokens of the prompt's text.
-            answers: what was answered in the turns before this one.
         """
         if self.written is not None:
             return self.written(example)
@@ -222,7 +212,7 @@ class Task(WithExamples):
             "metric": self.metric,
             "chat": self.chat,
             "stops": list(self.stops),
-            "n_turns": self.n_turns,
+            "n_turns": 1,  # stands here for the hashes of results that have been recorded
             "ignore_eos": self.ignore_eos,
             **({"stop_strings": list(self.stop_strings)} if self.stop_strings else {}),
             **({"samples": self.samples} if self.samples > 1 else {}),

@@ -7,8 +7,7 @@ import pytest
 from longtrain import tables
 from longtrain.decoding.stats import Cycle
 from longtrain.evaluation.figures.acceptance import acceptance_of
-from longtrain.evaluation.figures.outcomes import numbers_of
-from longtrain.evaluation.figures.readings import figures_of
+from longtrain.evaluation.figures.outcomes import figures_of, numbers_of
 from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suites.acceptance import FIGURES, retention

@@ -5,7 +5,7 @@ import pytest
 
 from longtrain.errors import DataError
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.readings import reading_of
+from longtrain.evaluation.figures.outcomes import reading_of
 from longtrain.evaluation.figures.statistics import (
     LEAST,
     Bootstrap,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.outcomes import numbers_of_output
-from longtrain.evaluation.figures.readings import Pair, Reading, change_of, reading_of
+from longtrain.evaluation.figures.outcomes import Pair, Reading, change_of, numbers_of_output, reading_of
 from longtrain.evaluation.figures.results import PLAIN_KINDS, verdict
 from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
 from longtrain.evaluation.harness.ledger import first_difference

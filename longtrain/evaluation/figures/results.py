@@ -15,17 +15,20 @@ from longtrain.evaluation.figures.acceptance import acceptance_of, position_edge
 from longtrain.evaluation.figures.outcomes import (
     POSITION,
     Numbers,
+    Pair,
     Parting,
     Table,
     by_example,
+    change_of,
+    figures_of,
     kept_share,
     mean,
     numbers_of,
     parting,
     plain,
+    reading_of,
     stretches_of,
 )
-from longtrain.evaluation.figures.readings import Pair, change_of, figures_of, reading_of
 from longtrain.evaluation.figures.statistics import (
     USUAL,
     Bootstrap,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 TIMES = ("prefill_s", "decode_s", "target_forwards", "cache_bytes", "draft_bytes")
-"""What the engine's figures say of a unit, all turns and samples together."""
+"""What the engine's figures say of a unit, all samples together."""
 
 
 @runtime_checkable
@@ -104,7 +104,7 @@ class DecodingRequest:
 
 @dataclass
 class _Answers:
-    """What came of one example so far: the turns of each sample."""
+    """What came of one example so far: the answer of each sample."""
 
     samples: list[list[Turn]] = field(default_factory=list)
     cycles: list[tuple[Any, ...]] = field(default_factory=list)
@@ -190,20 +190,12 @@ class Answerer:
         first: list[Encoded] = []
         ranks: list[dict[str, float]] = []
         for sample in range(task.samples):
-            for answers in found:
-                answers.samples.append([])
-            for _ in range(task.n_turns):
-                prompts = [
-                    task.encode(
-                        one, tokenizer, max_tokens=room, answers=[t.text for t in answers.samples[-1]]
-                    )
-                    for one, answers in zip(examples, found, strict=True)
-                ]
-                made = self._decode(system, task, unit, prompts, sample=sample)
-                self._take(task, made, prompts, found)
-                total += made.stats
-                if not first:
-                    first, ranks = prompts, self._ranks(system, task, examples, prompts)
+            prompts = [task.encode(one, tokenizer, max_tokens=room) for one in examples]
+            made = self._decode(system, task, unit, prompts, sample=sample)
+            self._take(task, made, prompts, found)
+            total += made.stats
+            if not first:
+                first, ranks = prompts, self._ranks(system, task, examples, prompts)
             for example, answers in zip(examples, found, strict=True):
                 text = answers.samples[-1][-1].text
                 answers.scores.append(task.score(text, example))
@@ -245,7 +237,7 @@ class Answerer:
         prompts: Sequence[Encoded],
         found: Sequence[_Answers],
     ) -> None:
-        """Add one turn of every example."""
+        """Add one answer to every example."""
         tokenizer, stats, count = self.target.require_tokenizer(), made.stats, len(prompts)
         sizes = (stats.cache_bytes, stats.cache_bytes_full, stats.draft_bytes)
         held, full, draft = (_split(size, count) for size in sizes)
@@ -263,7 +255,7 @@ class Answerer:
                 full_cache_bytes=full[i],
                 draft_bytes=draft[i],
             )
-            found[i].samples[-1].append(turn)
+            found[i].samples.append([turn])
             found[i].cut |= prompts[i].cut
             found[i].cycles.append(tuple(stats.rows[i]))
 

@@ -167,7 +167,7 @@ class LosslessCheck:
             return Reread(math.inf)  # one text goes on where the other is over
         tokens, other = parting.first.turns[turn].tokens, parting.second.turns[turn].tokens[at]
         first = max(0, at - BEFORE)
-        passage = self._passage(system, task, example, parting, tokens[: first + WINDOW])
+        passage = self._passage(system, task, example, tokens[: first + WINDOW])
         passage = replace(passage, first=first)
         logits_TV = logits_at_once(self.target, system.parts, passage)
         info, bars = self.target.info, 0 if task.ignore_eos else max(0, task.min_new_tokens - first)
@@ -180,16 +180,13 @@ class LosslessCheck:
         least = spacing(float(logits_TV.abs().max()), self.target.dtype)
         return Reread(gap, max(noise, least), len(logits_TV))
 
-    def _passage(
-        self, system: System, task: Task, example: Example, parting: Parting, tokens: Sequence[int]
-    ) -> Passage:
+    def _passage(self, system: System, task: Task, example: Example, tokens: Sequence[int]) -> Passage:
         """A text behind its prompt; one that is short is followed by the prompt's end once more.
 
         What comes after a text changes nothing of its own logits, and gives the noise more positions.
         """
         tokenizer, info = self.target.require_tokenizer(), self.target.info
-        before = parting.second.texts[: parting.turn - 1]
-        prompt = task.encode(example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before)
+        prompt = task.encode(example, tokenizer, max_tokens=prompt_room(task, self.target))
         evictor = system.parts.evictor
         if isinstance(evictor, Told):
             evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])

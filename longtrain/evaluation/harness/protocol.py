@@ -82,7 +82,7 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
 def prompt_room(task: Task, target: Target) -> int:
     """Most tokens of the text of a task's prompt.
 
-    `task.max_prompt_tokens`, or what the target's window leaves after the answers of all turns, the chat
+    `task.max_prompt_tokens`, or what the target's window leaves after the answer, the chat
     template and a little slack.
 
     Raises:
@@ -90,7 +90,7 @@ def prompt_room(task: Task, target: Target) -> int:
     """
     if task.max_prompt_tokens is not None:
         return task.max_prompt_tokens
-    window, answers = target.info.max_positions, task.n_turns * task.max_new_tokens
+    window, answers = target.info.max_positions, task.max_new_tokens
     around = _template_tokens(target.tokenizer) if task.chat and target.tokenizer else 0
     room = window - answers - around - SLACK
     if room < 2:

@@ -61,14 +61,7 @@ class GenerationRequests(Task):
     library: Any = field(kw_only=True, repr=False)
     model: Any = field(kw_only=True, repr=False)
 
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
+    def encode(self, example: Example, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> Encoded:
         """The prompt as lm-eval writes it; one that is too long loses its beginning, as in lm-eval."""
         ids = self.model.tok_encode(example.fields["prompt"])
         return Encoded(tuple(ids[-max_tokens:]), len(ids) > max_tokens)

@@ -255,14 +255,3 @@ def test_tokens_that_were_impossible_are_no_rivals(target):
     assert gap_of(logits_TV, [second], barred=[best], bars=1) == 0
     assert gap_of(logits_TV, [second], barred=[best], bars=0) > 0
     assert gap_of(logits_TV, [best], barred=[best], bars=1) == math.inf
-
-
-def test_answers_part_in_a_later_turn(session, half):
-    asked = suite(task(examples=2, new=6, n_turns=2))
-    made = session(asked=asked, entries=(), target=half, systems=systems_for(half))
-    made.work()
-    change(made, "draft", exchange(1, 3), "copy-0")
-    made = replace(made)
-    exact = made.finish().results["systems"][1]["tasks"][0]["exactness"]
-    place = next(one for one in exact["first"] if one["example"] == "copy-0")
-    assert place["turn"] == 2 and place["position"] == 1 and place["gap"] is not None

@@ -37,7 +37,6 @@ def test_the_same_settings_have_the_same_hash(target):
         {"min_new_tokens": 1},
         {"stops": ("\n",)},
         {"chat": False},
-        {"n_turns": 2},
         {"ignore_eos": True},
         {"max_prompt_tokens": 99},
         {"protocol": {"sort": "b"}},
@@ -123,7 +122,7 @@ def test_the_window_leaves_room_for_answers_and_template(target):
     room = prompt_room(task(new=6), target)
     around = len("<user><bot>")
     assert room == window - 6 - around - 16
-    assert prompt_room(task(new=6, chat=False, n_turns=2), target) == window - 12 - 16
+    assert prompt_room(task(new=6, chat=False), target) == window - 6 - 16
     assert prompt_room(task(max_prompt_tokens=50), target) == 50
     with pytest.raises(ConfigError, match=rf"answers with up to {window} tokens, which leaves no prompt"):
         prompt_room(task(new=window), target)

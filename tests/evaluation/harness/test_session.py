@@ -135,21 +135,6 @@ def test_another_protocol_is_refused_before_anything_runs(session, counted):
     assert counted.prompts == 0
 
 
-def test_turns_follow_each_other(session, target):
-    class Talk(Task):
-        def encode(self, example, tokenizer, *, max_tokens, answers=()):
-            words = "|".join([example.fields["text"], *answers])
-            found = super().encode(Example("x", {"text": words}), tokenizer, max_tokens=max_tokens)
-            return found
-
-    made = session(asked=suite(Talk(**vars(task(n_turns=2, examples=3)))), entries=())
-    made.work()
-    for record in made.records():
-        one, two = record.turns
-        assert two.prompt_tokens == one.prompt_tokens + 1 + len(one.text.encode())
-        assert record.prompt_tokens == one.prompt_tokens
-
-
 def test_stops_minimum_and_temperature_reach_the_engine(session, target, monkeypatch):
     asked = []
 
@@ -270,7 +255,7 @@ def test_a_batch_is_scored_once_for_all_budgets(session, monkeypatch):
 class After(Task):
     """Asks once rows are evicted, counts how often, and is told what the oracle may know."""
 
-    def encode(self, example, tokenizer, *, max_tokens, answers=()):
+    def encode(self, example, tokenizer, *, max_tokens):
         found = super().encode(example, tokenizer, max_tokens=max_tokens)
         return replace(found, ids=found.ids[:-9], after=found.ids[-9:])
 

@@ -314,7 +314,7 @@ class Letters:
 
 
 class Spelt(Facetted):
-    def encode(self, example, tokenizer, *, max_tokens, answers=()):
+    def encode(self, example, tokenizer, *, max_tokens):
         from longtrain.evaluation.prompts import Encoded
 
         return Encoded(tuple(map(ord, example.fields["text"]))[:max_tokens])
