@@ -30,8 +30,16 @@ gc.set_threshold(10_000, 20, 50)  # each full round walks all imported libraries
 import pytest  # noqa: E402 (the environment comes first)
 import torch  # noqa: E402
 
+HERE = Path(__file__).parent
 DEFAULT_MARKS = "not slow and not gpu"
 """The tests that pyproject.toml chooses where the command line has no `-m`."""
+QUICK = (
+    "decoding/test_verify.py",
+    "e2e/test_exactness.py",
+    "methods/prompt_lookup/test_prompt_lookup.py",
+    "test_first_words.py",
+)
+"""Files of `pytest -m quick`: exactness, one method and the command line, for a first look."""
 MOST_WORKERS = 8
 """Each worker imports torch and transformers anew, and holds 1 to 2 GB."""
 
@@ -103,8 +111,23 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the other files out of `pytest -m quick`: to import all of them takes as long as its tests."""
+    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    return None if _is_quick(collection_path) else True
+
+
+def _is_quick(path: Path) -> bool:
+    """Whether a file of tests is one of `QUICK`."""
+    return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in QUICK
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, saying why, where there is no CUDA device."""
+    """Mark the quick tests; skip GPU tests, saying why, where there is no CUDA device."""
+    for item in items:
+        if _is_quick(item.path) and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+            item.add_marker(pytest.mark.quick)
     if torch.cuda.is_available():
         return
     for item in items:
