@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from byte_tokens import said
 
+from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.stats import Stats
@@ -117,9 +118,7 @@ def test_the_bundled_target_with_half_of_its_prompt(composed, capsys):
     assert text and kept == total // 2 and f"after {total} " in statistics
 
 
-def test_an_eviction_artifact_takes_adaptive_budgets_and_has_a_budget_by_itself(
-    composed, target_folder, tmp_path, capsys
-):
+def test_an_eviction_artifact_takes_adaptive_budgets(composed, target_folder, tmp_path, capsys):
     target, config = (
         load_target(target_folder),
         lookaheadkv.Config(n_lookahead=4, lora_rank=2, lora_alpha=4.0),
@@ -128,17 +127,36 @@ def test_an_eviction_artifact_takes_adaptive_budgets_and_has_a_budget_by_itself(
     Artifact.from_module("lookaheadkv", config, module=module, target=target).save(
         tmp_path / "checkpoints" / "evict"
     )
-    prompt = "it was a dark and stormy night; the rain fell in torrents" * 3
-    generate.run(composed("generate", *NEW, f"prompt='{prompt}'", "artifact=evict"))
-    default, statistics = (line for line in capsys.readouterr().err.splitlines() if line)
-    assert "evict.budget_tokens=128, since none is given" in default
-    assert f"kept 128 of {len(prompt)} rows" in statistics
-    generate.run(composed("generate", *NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_ratio=0.5"))
-    assert f"kept {len(prompt) // 2} of {len(prompt)} rows" in said(capsys)[1]
+    prompt = "it was a dark and stormy night; the rain fell in torrents" * 2
     asked = [*NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_tokens=24"]
     for adaptive in ("null", "false", "heads", "layers"):
         generate.run(composed("generate", *asked, f"evict.adaptive={adaptive}"))
         assert f"kept 24 of {len(prompt)} rows" in said(capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [
+        ("lookaheadkv", lookaheadkv.Config(n_lookahead=4, lora_rank=2, lora_alpha=4.0)),
+        ("kvzap", methods.get("kvzap").config()),
+    ],
+)
+def test_an_eviction_artifact_has_a_budget_where_none_is_given(
+    composed, target_folder, tmp_path, capsys, method, config
+):
+    target = load_target(target_folder)
+    module = methods.get(method).build(config, target.info)
+    made = Artifact.from_module(method, config, module=module, target=target)
+    made.save(tmp_path / "checkpoints" / "joint" / method)  # as a run that trains several methods has it
+    prompt = "it was a dark and stormy night; the rain fell in torrents" * 3
+    asked = [*NEW, f"prompt='{prompt}'", f"artifact=joint/{method}"]
+    generate.run(composed("generate", *asked))
+    default, statistics = (line for line in capsys.readouterr().err.splitlines() if line)
+    assert "evict.budget_tokens=128, since none is given" in default
+    assert f"kept 128 of {len(prompt)} rows" in statistics
+    generate.run(composed("generate", *asked, "evict.budget_ratio=0.5"))
+    (statistics,) = (line for line in capsys.readouterr().err.splitlines() if line)
+    assert f"kept {len(prompt) // 2} of {len(prompt)} rows" in statistics
 
 
 def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):

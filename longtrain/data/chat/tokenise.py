@@ -42,7 +42,7 @@ DROPS = {
 }
 NOTES = {
     "truncated": "shortened",
-    "inseparable": "with a question that could not be told from the context",
+    "inseparable": "kept whole, their question not told from the context",
 }
 Tokens = tuple[np.ndarray, np.ndarray]
 """ids_T int64 and mask_T bool."""
