@@ -102,12 +102,14 @@ class Handler(BaseHTTPRequestHandler):
             ]
             return self.reply({"objects": objects, "transfer": "basic"})
         if "/commit/" in path:
+            files = {}
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                    files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.stored[value["oid"]]
+                    files[value["path"]] = hub.stored[value["oid"]]
+            hub.files = {**hub.files, **files}  # a commit is there as a whole
             url = f"{hub.url}/{path.removeprefix('/api/models/').partition('/commit/')[0]}/commit/{COMMIT}"
             return self.reply({"success": True, "commitOid": COMMIT, "commitUrl": url})
         return self.reply({"error": path}, code=404)
