@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
 
 class LongtrainError(Exception):
-    """Base of every error that longtrain raises on purpose; the command line prints it as one line."""
+    """Base of every error that longtrain raises on purpose; the command line prints it as one line.
+
+    A line end or another control character of what it quotes is shown as Python writes it in a string.
+    """
+
+    def __str__(self) -> str:
+        """The message, in one line."""
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().__str__())
 
 
 class ConfigError(LongtrainError):

@@ -145,6 +145,8 @@ def settle(folder: Path, *, wait: bool = False) -> None:
             of a new folder also where there never was an old one.
     """
     folder = Path(os.path.realpath(folder))
+    if not folder.name:  # the root, which nobody replaces
+        return
     fresh, old = _beside(folder)
     moving = old.exists() and not folder.exists()
     unfinished = os.path.lexists(fresh) and (wait or folder.exists())
@@ -167,6 +169,8 @@ def _place(folder: Path) -> Path:
         LongtrainError: it is a link into a folder that is not there.
     """
     place = Path(os.path.realpath(folder))
+    if not place.name:
+        raise LongtrainError(f"cannot write {folder}: it is the root of the file system; choose another")
     if folder.is_symlink() and not place.parent.is_dir():
         raise LongtrainError(
             f"cannot write {folder}: it is a link to {place}, and {place.parent} is not there; make that "

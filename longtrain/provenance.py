@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from longtrain.files import write_text
+from longtrain.files import sealed, write_files, write_text
 
 PACKAGES = (
     "longtrain",
@@ -60,8 +59,7 @@ def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
     folder = Path(folder)
     text = yaml.safe_dump(redact(dict(config)), sort_keys=False, allow_unicode=True, width=120)
     write_text(folder / "config.yaml", text)
-    facts = {**gather(), **redact(extra)}
-    write_text(folder / "provenance.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+    write_files(folder, {"provenance.json": sealed({**gather(), **redact(extra)})})
 
 
 def gather() -> dict[str, Any]:

@@ -29,6 +29,7 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
     """
     text = str(where)
     candidates = [] if text.startswith(HUB) else [Path(where), home / "checkpoints" / text]
+    candidates = [folder for folder in candidates if _can_be(folder)]
     for folder in candidates:
         if not folder.exists() or (folder / MANIFEST).is_file():
             settle(folder)
@@ -73,6 +74,14 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
         f"(there: {', '.join(names) or 'none'}), nor one that ships with longtrain "
         f"({', '.join(sorted(shipped))}); run: longtrain export name={Path(where).name}"
     )
+
+
+def _can_be(folder: Path) -> bool:
+    """Whether a path is one that the system has words for: not too long, and no zero byte in it."""
+    try:
+        return folder.exists() or "\0" not in str(folder)
+    except OSError:
+        return False
 
 
 def reader_of(folder: Path) -> MethodSpec | None:

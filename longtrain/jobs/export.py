@@ -14,7 +14,7 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
-from longtrain.files import read_json, read_text
+from longtrain.files import CHECKSUM, read_json, read_sealed, read_text
 from longtrain.folders import artifact_kind
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
@@ -231,7 +231,15 @@ def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
         settings = plain(OmegaConf.create(read_text(trained / "config.yaml")))
         from_file(_Settings, settings)
         name = str(settings["method"]["name"])
-    except (OSError, ValueError, KeyError, TypeError, YAMLError, OmegaConfBaseException) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        YAMLError,
+        OmegaConfBaseException,
+    ) as error:
         raise ArtifactError(
             f"{trained / 'config.yaml'} is missing or damaged: {' '.join(str(error).split())}; train again"
         ) from None
@@ -287,13 +295,16 @@ def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) ->
     """Provenance of the training run with its data's sources, and of this export."""
     try:
         facts = from_file(dict[str, Any], read_json(trained / "provenance.json"))
+        old = [] if CHECKSUM in facts else [str(trained / "provenance.json")]  # of an earlier longtrain
+        facts = facts if old else read_sealed(trained / "provenance.json")
         from_file(dict[str, Any] | None, facts.get("data"))
+        old += from_file(list[str], facts.get("unchecked") or [])
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
     data = facts.get("data") or {}
     manifest = _manifest(home, data)
     facts |= {"data": {**data, "sources": _sources(manifest)}, "step": step, "export": provenance.gather()}
-    if found := [*(facts.get("unchecked") or []), *(manifest.get("unchecked") or [])]:
+    if found := [*old, *(manifest.get("unchecked") or [])]:
         facts["unchecked"] = found
     return facts
 

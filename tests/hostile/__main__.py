@@ -5,21 +5,24 @@ Outcomes:
     refused   one line that says what is wrong
     same      what is read is what was written, or the beginning of it where a journal's end was cut off
     other     something else is read without a word
+    lost      what was whole before is gone, or half of something new is in its place
     bare      an exception that nobody has put into a sentence
     hang      nothing for ten seconds
 
-The status is 0 where the last three are zero.
+The status is 0 where the last four are zero.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,10 +35,11 @@ from typing import Any
 from longtrain.errors import LongtrainError
 
 from .attacks import ATTACKS
+from .scenarios import SCENARIOS
 from .victims import VICTIMS, Victim
 
 SECONDS = 10
-OUTCOMES = ("refused", "same", "other", "bare", "hang")
+OUTCOMES = ("refused", "same", "other", "lost", "bare", "hang")
 WRONG = OUTCOMES[2:]
 
 
@@ -94,6 +98,15 @@ def attacked(kind: str, victim: Victim, sound: Path, whole: Any, coins: random.R
         return Case(kind, name, f"{path.relative_to(folder)}: {done}", outcome, said)
 
 
+def played(kind: str, turn: int, coins: random.Random) -> Case | None:
+    """One case of a scenario, if it is played in this turn."""
+    scenario = SCENARIOS[kind]
+    if turn % scenario.every:
+        return None
+    with tempfile.TemporaryDirectory() as place:
+        return Case(kind, *scenario.play(Path(place), coins))
+
+
 def _outcome(victim: Victim, folder: Path, whole: Any) -> tuple[str, str]:
     try:
         with _in_time():
@@ -122,13 +135,19 @@ def run(kinds: Sequence[str], cases: int, seed: int) -> list[Case]:
     with tempfile.TemporaryDirectory() as place:
         sound = {}
         for kind in kinds:
+            if kind in SCENARIOS:
+                continue
             folder = Path(place) / kind.replace(" ", "_")
             VICTIMS[kind].make(folder)
             sound[kind] = folder, VICTIMS[kind].read(folder)
         number = 0
         while len(found) < cases:
             kind = kinds[number % len(kinds)]
-            case = attacked(kind, VICTIMS[kind], *sound[kind], random.Random(f"{seed}/{number}"))
+            coins = random.Random(f"{seed}/{number}")
+            if kind in SCENARIOS:
+                case = played(kind, number // len(kinds), coins)
+            else:
+                case = attacked(kind, VICTIMS[kind], *sound[kind], coins)
             number += 1
             if case is not None:
                 found.append(case)
@@ -153,10 +172,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", action="append", choices=list(VICTIMS), help="only this; may be repeated")
+    kinds = [*VICTIMS, *SCENARIOS]
+    parser.add_argument("--kind", action="append", choices=kinds, help="only this; may be repeated")
+    parser.add_argument("--json", type=Path, help="write the counts there too")
     asked = parser.parse_args()
-    found = run(asked.kind or list(VICTIMS), asked.cases, asked.seed)
+    began = time.monotonic()
+    found = run(asked.kind or kinds, asked.cases, asked.seed)
     sys.stdout.write(table(found) + "\n")
+    if asked.json:
+        counts = {kind: Counter(case.outcome for case in found if case.kind == kind) for kind in kinds}
+        about = {"command": "python -m tests.hostile " + " ".join(sys.argv[1:]), "cases": len(found)}
+        about |= {"seconds": round(time.monotonic() - began), "counts": counts}
+        asked.json.write_text(json.dumps(about, indent=1) + "\n")
     wrong = [case for case in found if case.outcome in WRONG]
     for case in wrong:
         said = f"{case.outcome}: {case.kind}: {case.attack} {case.what}: {case.said}"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from . import scenarios
 from .__main__ import WRONG, run, table
 from .attacks import ATTACKS
 from .victims import VICTIMS, Victim
@@ -15,6 +16,28 @@ def test_nothing_is_silently_other(kind):
     assert {case.outcome for case in found} == {"refused", "same"} or all(
         case.outcome == "refused" for case in found
     )
+
+
+CASES = {"names": 60, "links": 30, "two processes of a name": 12, "kills": 12, "push": 2}
+"""How many of each scenario are done here; ranks that train take longer."""
+
+
+@pytest.mark.parametrize("kind", [*CASES, pytest.param("two ranks", marks=pytest.mark.slow)])
+def test_nothing_is_lost(kind):
+    found = run([kind], CASES.get(kind, 2), seed=1)
+    assert not [case for case in found if case.outcome in WRONG], table(found)
+
+
+def test_a_scenario_can_fail(monkeypatch):
+    """Results that are written over in place are found out."""
+
+    def write(self, key, payload):
+        self.done[key] = payload
+        (self.folder / "x.0.jsonl").write_text("half of a li")
+
+    monkeypatch.setattr(scenarios.Ledger, "put", write)
+    found = run(["kills"], 20, seed=1)
+    assert {case.attack for case in found if case.outcome in WRONG} == {"results"}
 
 
 def test_the_count_can_fail(monkeypatch):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from longtrain import methods
+from longtrain import methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.data.chat.prompts import Answers
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
@@ -21,6 +22,7 @@ from longtrain.errors import ArtifactError
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.features.shards import FeatureFiles
 from longtrain.files import write_files
+from longtrain.jobs import export
 from longtrain.pickled import read_pickled_tensors
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
@@ -53,7 +55,8 @@ class Victim:
     unread: tuple[str, ...] = ()
 
 
-def _hashed(tensors: Any) -> dict[str, str]:
+def hashed(tensors: Any) -> dict[str, str]:
+    """What tensors are, as values that can be compared."""
     found = {}
     for name, tensor in dict(tensors).items():
         raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
@@ -66,19 +69,24 @@ def _target() -> Target:
     return random_target({**SHAPES["llama_micro"], "num_hidden_layers": 6}, seed=0)
 
 
+def module_artifact(name: str, *, seed: int = 1) -> Artifact:
+    """An artifact of a fresh module with its method's default settings."""
+    torch.manual_seed(seed)
+    spec = methods.get(name)
+    config = spec.config()
+    module = spec.build(config, _target().info)
+    facts = {"step": 4, "data": {"name": "text", "sources": [{"id": "org/a", "license": "mit"}]}}
+    return Artifact.from_module(name, config, module=module, target=_target(), provenance=facts)
+
+
 def _artifact(name: str) -> Victim:
     def make(folder: Path) -> None:
-        torch.manual_seed(1)
-        spec = methods.get(name)
-        config = spec.config()
-        module = spec.build(config, _target().info)
-        facts = {"step": 4, "data": {"name": "text", "sources": [{"id": "org/a", "license": "mit"}]}}
-        Artifact.from_module(name, config, module=module, target=_target(), provenance=facts).save(folder)
+        module_artifact(name).save(folder)
 
     def read(folder: Path) -> Any:
         found = Artifact.load(folder)
         found.build(_target())
-        return [found.method, found.config, found.target.to_json(), _hashed(found.tensors), found.provenance]
+        return [found.method, found.config, found.target.to_json(), hashed(found.tensors), found.provenance]
 
     return Victim(make, read, unread=("README.md", "local.json", "evidence.json", "*.png"))
 
@@ -102,7 +110,7 @@ def _engine_folder(method: str, form: str, **fields: Any) -> Victim:
         if not formats.reads(folder):
             raise ArtifactError(f"{folder} holds nothing that {method} reads")
         found = formats.read(folder, None)
-        return [found.config, found.target.to_json(), _hashed(found.tensors)]
+        return [found.config, found.target.to_json(), hashed(found.tensors)]
 
     return Victim(make, read, unread=("README.md",))
 
@@ -159,21 +167,52 @@ def _read_checkpoints(folder: Path) -> Any:
     path = checkpoint.find(folder, "auto")
     assert path is not None
     saved = checkpoint.read(path)
-    return [saved.step, saved.facts, _hashed(checkpoint.trained_tensors(path))]
+    return [saved.step, saved.facts, hashed(checkpoint.trained_tensors(path))]
+
+
+def _make_run(folder: Path) -> None:
+    """A run of joint training that has ended, as `export` finds it."""
+    torch.manual_seed(1)
+    spec = methods.get("joint")
+    config = spec.config()
+    method = {"name": "joint", **json.loads(json.dumps(asdict(config)))}
+    pieces = {checkpoint.WEIGHTS: pieces_of(spec.build(config, _target().info).state_dict())}
+    facts = checkpoint.flat({"method": method, "trainer": {"max_steps": 3}})
+    about = {"step": 3, "facts": facts}
+    assert checkpoint.write(folder / "train" / "checkpoints", about, pieces, writer=True) is None
+    settings = {"method": method, "target": {"path": "tiny"}, "seed": 0}
+    provenance.write(folder / "train", settings, data={"name": "d", "sha256": "0"}, target={}, init=None)
+
+
+def _read_run(folder: Path) -> Any:
+    trained = folder / "train"
+    path = checkpoint.find(trained / "checkpoints", "auto")
+    if path is None:
+        raise ArtifactError(f"nothing was trained in {folder}")
+    saved = checkpoint.read(path)
+    asked: Any = SimpleNamespace(method=None)
+    settings = export._settings(trained, asked)
+    config = export._config(methods.get(settings["method"]["name"]), settings["method"])
+    export._same_settings(saved, settings["method"], trained)
+    facts = export._facts(trained, settings, home=folder, step=saved.step)
+    del facts["export"]  # of this moment
+    return [asdict(config), facts, hashed(checkpoint.trained_tensors(path))]
 
 
 def _make_features(folder: Path) -> None:
-    shards = FeatureFiles(folder, shard_bytes=1500)
-    for number in range(4):
-        stored = {"k": torch.full((10, 2, 4), float(number)).bfloat16()}
-        shards.add(f"{number:040d}", stored, kind="row", want="kv=1", name=f"doc{number}")
-    shards.close()
+    for rank in range(2):
+        shards = FeatureFiles(folder, rank=rank, shard_bytes=1500)
+        shards.claim()
+        for number in (2 * rank, 2 * rank + 1):
+            stored = {"k": torch.full((10, 2, 4), float(number)).bfloat16()}
+            shards.add(f"{number:040d}", stored, kind="row", want="kv=1", name=f"doc{number}")
+        shards.close()
 
 
 def _read_features(folder: Path) -> Any:
     shards = FeatureFiles(folder)
     keys = [f"{number:040d}" for number in range(4)]
-    return [[key, _hashed(shards.read(key, key))] for key in keys if key in shards]
+    return [[key, hashed(shards.read(key, key))] for key in keys if key in shards]
 
 
 def _make_pickled(folder: Path) -> None:
@@ -186,8 +225,9 @@ VICTIMS: dict[str, Victim] = {
     "answers": Victim(_make_answers, _read_answers, prefix=True),
     "prepared data": Victim(_make_prepared, _read_prepared),
     "checkpoints": Victim(_make_checkpoints, _read_checkpoints),
-    "features": Victim(_make_features, _read_features, prefix=True),
-    "torch.save": Victim(_make_pickled, lambda folder: _hashed(read_pickled_tensors(folder / "x.bin"))),
+    "joint run": Victim(_make_run, _read_run),
+    "features of two ranks": Victim(_make_features, _read_features, prefix=True),
+    "torch.save": Victim(_make_pickled, lambda folder: hashed(read_pickled_tensors(folder / "x.bin"))),
     "speculators folder": _engine_folder("eagle3", "speculators", layers=[1, 2, 4]),
     "flat folder": _engine_folder("eagle3", "flat", layers=[1, 2, 4]),
     "sglang folder": _engine_folder("specontext", "sglang", **SERVED),
