@@ -59,6 +59,13 @@ def test_an_artifact_says_the_window_of_a_target_that_is_not_named(tmp_path: Pat
     assert list(cfg.suite.lengths) == [768] and line and not faults
 
 
+def test_a_target_that_is_not_supported_is_refused_before_training(window_1k: Path, run: Run) -> None:
+    config = read_json(window_1k / "config.json")
+    (window_1k / "config.json").write_bytes(as_json({**config, "model_type": "gemma2"}))
+    done = run("+recipe=longspec_local", f"target.path={window_1k}", "trainer=cpu", "dry_run=true")
+    assert done.returncode == 1 and "(gemma2) " in done.stderr and "supported: llama, qwen2" in done.stderr
+
+
 def test_a_typed_text_without_the_kinds_of_a_recipe_is_taken_whole(tmp_path: Path, run: Run) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("x = 1")

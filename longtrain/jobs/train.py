@@ -19,6 +19,8 @@ from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
 from longtrain.targets.at_hand import folder_at_hand
+from longtrain.targets.config_file import read_config
+from longtrain.targets.info import check_supported
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -213,8 +215,11 @@ def check(cfg: DictConfig) -> None:
 
     spec, config, _, loop, _ = _settings(cfg)
     loggers.check(cfg)
-    if spec.check_target is not None and cfg.target and outline.config_file(str(cfg.target.path or "")):
-        spec.check_target(config, outline.target_shape(cfg)[0])
+    if spec.export is None and cfg.target and (file := outline.config_file(str(cfg.target.path or ""))):
+        most = target_key(cfg, "max_positions")
+        check_supported(read_config(file.parent), str(cfg.target.path), max_positions=most)
+        if spec.check_target is not None:
+            spec.check_target(config, outline.target_shape(cfg)[0])
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
             raise ConfigError(NO_CUDA.format(loop.accelerator))

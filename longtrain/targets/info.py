@@ -194,7 +194,8 @@ def _reason(config: Any, context: int) -> str:
     if config.model_type.startswith("gpt_oss"):
         return "has attention sinks"
     if window := _window(config, context):
-        return f"has sliding-window attention (window {window}, context {context})"
+        within = f", which target.max_positions={window} stays within" if window > 1 else ""
+        return f"has sliding-window attention (window {window}, context {context}){within}"
     if config.model_type not in FAMILIES:
         return "is of a family that is not supported"
     rope = getattr(config, "rope_parameters", None) or {}
