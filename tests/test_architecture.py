@@ -16,8 +16,9 @@ PACKAGE = Path(__file__).parent.parent / "longtrain"
 TIERS = [
     {"errors", "log", "integrations"},
     {"settings", "files", "tables", "progress"},
+    {"assets"},
     {"folders", "journals", "pickled"},
-    {"plots", "assets", "provenance"},
+    {"plots", "provenance"},
     {"costs"},
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},

@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from longtrain.artifact.verification import FAR, Check, refuse
-from longtrain.artifact.wide import WideTarget
+from longtrain.artifact.wide import WideTarget, exact_products
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 
@@ -106,7 +105,7 @@ class Golden(ABC):
         Raises:
             ArtifactError: the target gives something that is no number, which nothing can be compared with.
         """
-        with _exact_products():
+        with exact_products():
             asked = cls._prompt(target, tokens)
             found = asked._on_target(attach, target)
             for name, tensor in found[1].items():
@@ -191,7 +190,7 @@ class Golden(ABC):
             ArtifactError: there is nothing to compare, since shapes or names are others.
         """
         self._check_shapes(target)
-        with _exact_products():
+        with exact_products():
             return [
                 self._strictly(attach, target),
                 *self._in_fp32(attach, target),
@@ -374,17 +373,6 @@ def fixed_prompt(vocab_size: int, tokens: int, gen: torch.Generator) -> Tensor:
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """No TF32 inside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _apart(got: Tensor, want: Tensor) -> float:

@@ -103,3 +103,14 @@ def _cast_while_running(modules: list[nn.Module], dtype: torch.dtype) -> Iterato
         restore()
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Let products of fp32 matrices be exact inside: no TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

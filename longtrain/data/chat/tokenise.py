@@ -19,7 +19,7 @@ from longtrain.data.chat.conversations import Conversations
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
-from longtrain.data.read.sources import Inputs, documents
+from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
 from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ConfigError, DataError, first_line, is_failure
@@ -28,8 +28,6 @@ from longtrain.progress import follow
 
 log = get_logger(__name__)
 
-BATCH_CHARS = 4_000_000
-BATCH_DOCUMENTS = 512
 TOLD = 3
 """Errors that are told of those that `data.on_error=skip` leaves out."""
 DROPS = {
@@ -92,7 +90,7 @@ class Tokenise:
                 continue
             before = self.counts["kept"] + self.counts["text only"]
             files = len(found["files"]) if source.reader == "text" else None
-            for batch in _batches(self._follow(self._read(source, found), source, total=files)):
+            for batch in batches(self._follow(self._read(source, found), source, total=files)):
                 self._add(writer, index, self._tokens(batch, index, source))
             self.conversations.check_share()
             if self.counts["kept"] + self.counts["text only"] == before:
@@ -139,7 +137,7 @@ class Tokenise:
         self._check(sources)
         for index, (source, found) in enumerate(sources):
             if source.reader != "synthetic":
-                for batch in _batches(self._follow(self._read(source, found), source)):
+                for batch in batches(self._follow(self._read(source, found), source)):
                     deque(self._tokens(batch, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
@@ -387,19 +385,6 @@ def _refuse(error: DataError) -> None:
     """
     skip = "; or pass data.on_error=skip, which leaves such documents out"
     raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
-
-
-def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in stream:
-        batch.append(document)
-        size += len(document.text or "") + sum(len(message["content"]) for message in document.messages or ())
-        if size >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _groups(stream: Iterable[Made | PromptDocument], n: int) -> Iterator[list[Made | PromptDocument]]:

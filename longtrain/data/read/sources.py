@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -33,6 +33,9 @@ from longtrain.errors import DataError
 
 DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}
 Inputs = dict[str, Any]
+
+BATCH_CHARS = 4_000_000
+BATCH_DOCUMENTS = 512
 
 
 def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
@@ -154,3 +157,17 @@ def _manifest(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Docum
             columns = {**part.columns, **source.columns}
             read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind)
             yield from _told(read, tell)
+
+
+def batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches of at most `BATCH_CHARS` characters or `BATCH_DOCUMENTS` documents."""
+    batch: list[Document] = []
+    size = 0
+    for document in stream:
+        batch.append(document)
+        size += len(document.text or "") + sum(len(message["content"]) for message in document.messages or ())
+        if size >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
