@@ -1,12 +1,23 @@
 """Where the files that ship beside the code are: `conf`, `recipes`, `data_prep` and `bundled`."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from longtrain.folders import FolderKind
 
 ASSETS = ("conf", "recipes", "data_prep", "bundled")
 MANIFEST = "longtrain.json"
 """The file that makes a folder an artifact."""
+LOCAL = "local.json"
+ARTIFACT = (MANIFEST, LOCAL, "model.safetensors", "golden.safetensors", "evidence.json", "README.md", "*.png")
+"""Files of every artifact; its manifest names those that other tools read."""
 
 
 def asset_dir(name: str) -> Path:
@@ -33,3 +44,22 @@ def asset_dir(name: str) -> Path:
 def bundled_artifacts() -> dict[str, Path]:
     """Artifacts for the bundled target that ship with the package: name -> folder."""
     return {file.parent.name: file.parent for file in asset_dir("bundled").glob(f"artifacts/*/{MANIFEST}")}
+
+
+def artifact_kind(folder: Path, names: Iterable[str] = ()) -> FolderKind:
+    """What an artifact's folder is known by.
+
+    Args:
+        folder: an older artifact, whose manifest may name more files; it need not be there.
+        names: of further files that are no reason to leave it alone.
+    """
+    from longtrain.files import read_sealed  # `longtrain --help` needs neither
+    from longtrain.folders import FolderKind
+
+    try:
+        manifest = read_sealed(folder / MANIFEST)
+        listed = [str(name) for name in manifest["files"] if "golden" in manifest]  # a checkpoint has none
+    except (OSError, ValueError, KeyError, TypeError):
+        listed = []
+    plain = [name for name in listed if not {*"*?["} & {*name}]
+    return FolderKind("an artifact", (MANIFEST,), (*ARTIFACT, *names, *plain))

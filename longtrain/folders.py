@@ -6,24 +6,20 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from longtrain.assets import MANIFEST
 from longtrain.errors import LongtrainError
-from longtrain.files import FULL, cannot_write, kind_of, read_sealed
+from longtrain.files import FULL, cannot_write, kind_of
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
 LEFT = (".*.tmp", ".DS_Store", ".nfs*", ".gitattributes", ".cache/huggingface/*")
 """Files that a kill, a file system or a download left in a folder of ours."""
-LOCAL = "local.json"
-ARTIFACT = (MANIFEST, LOCAL, "model.safetensors", "golden.safetensors", "evidence.json", "README.md", "*.png")
-"""Files of every artifact; its manifest names those that other tools read."""
 TRIES = 100
 """How often a new folder is made anew where another process removes or takes it in the same moment."""
 
@@ -70,22 +66,6 @@ class FolderKind:
         if inside and not any((folder / mark).exists() for mark in self.marks):
             return f"has no {' or '.join(self.marks)}"
         return ""
-
-
-def artifact_kind(folder: Path, names: Iterable[str] = ()) -> FolderKind:
-    """What an artifact's folder is known by.
-
-    Args:
-        folder: an older artifact, whose manifest may name more files; it need not be there.
-        names: of further files that are no reason to leave it alone.
-    """
-    try:
-        manifest = read_sealed(folder / MANIFEST)
-        listed = [str(name) for name in manifest["files"] if "golden" in manifest]  # a checkpoint has none
-    except (OSError, ValueError, KeyError, TypeError):
-        listed = []
-    plain = [name for name in listed if not {*"*?["} & {*name}]
-    return FolderKind("an artifact", (MANIFEST,), (*ARTIFACT, *names, *plain))
 
 
 @contextmanager

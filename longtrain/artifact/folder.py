@@ -41,10 +41,10 @@ from longtrain.artifact.stored import (
 )
 from longtrain.artifact.verification import ADVICE, Verification, refuse
 from longtrain.artifact.written import CARD, MODEL, card_of, files_of
-from longtrain.assets import MANIFEST
+from longtrain.assets import MANIFEST, artifact_kind
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import sealed, write_files
-from longtrain.folders import artifact_kind, replaced_folder
+from longtrain.folders import replaced_folder
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch

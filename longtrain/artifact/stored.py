@@ -18,10 +18,9 @@ from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.verification import Verification
-from longtrain.assets import MANIFEST
+from longtrain.assets import LOCAL, MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json, read_sealed
-from longtrain.folders import LOCAL
 from longtrain.settings import from_file
 
 SCHEMA = 2

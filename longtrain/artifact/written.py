@@ -16,9 +16,8 @@ from longtrain.artifact.card import is_path, model_card
 from longtrain.artifact.evidence import Evidence
 from longtrain.artifact.golden import Golden
 from longtrain.artifact.stored import GOLDEN, KINDS, LAWS, SCHEMA
-from longtrain.assets import MANIFEST
+from longtrain.assets import LOCAL, MANIFEST
 from longtrain.files import sealed
-from longtrain.folders import LOCAL
 from longtrain.provenance import without_folders
 
 if TYPE_CHECKING:

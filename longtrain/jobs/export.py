@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from longtrain import methods, provenance
+from longtrain.assets import artifact_kind
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import CHECKSUM, read_json, read_sealed, read_text
-from longtrain.folders import artifact_kind
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger

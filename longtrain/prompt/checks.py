@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
-from longtrain.assets import MANIFEST, bundled_artifacts
+from longtrain.assets import MANIFEST, artifact_kind, bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError, Gathered, LongtrainError
 from longtrain.files import read_json
-from longtrain.folders import artifact_kind
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank

@@ -28,8 +28,8 @@ LOADS = {
     "from longtrain.data.rows.prepared import Prepared, PreparedWriter\n"
     "place = pathlib.Path(tempfile.mkdtemp(dir='PLACE'))\n"
     "writer = PreparedWriter(place, 1000)\n"
-    "ids, mask = np.arange(10_000) % 900, np.ones(10_000)\n"
-    "for n in range(400): writer.add(ids, mask, name=str(n), kind='t', val=False)\n"
+    "ids = np.arange(10_000) % 900\n"
+    "for n in range(400): writer.add(ids, ids >= 0, name=str(n), kind='t', val=False)\n"
     "source = {'source': {'reader': 'text', 'where': 'x'}, 'inputs': {'files': []}}\n"
     "writer.close({'weights': [1.0], 'pad_id': 0, 'sources': [source], 'fingerprint': 'f', 'name': 'x'})|"
     "Prepared.open(place)",
