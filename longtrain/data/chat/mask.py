@@ -269,8 +269,10 @@ def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> R
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = {"name": name, "tokenize": False, "add_generation_prompt": True}
-        before = str(apply_template(tokenizer, messages[:turn], **asked))
+        asked = apply_template(
+            tokenizer, messages[:turn], name=name, tokenize=False, add_generation_prompt=True
+        )
+        before = str(asked)
         through = str(apply_template(tokenizer, messages[: turn + 1], name=name, tokenize=False))
         if not (through.startswith(before) and whole.startswith(through) and len(before) >= done):
             raise DataError(
