@@ -16,9 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "longtrain"
 TIERS = [
     {"errors", "log", "integrations"},
     {"settings", "files", "tables", "progress"},
-    {"assets"},
     {"folders", "journals", "pickled"},
-    {"plots", "provenance"},
+    {"plots", "assets", "provenance"},
     {"costs"},
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},

@@ -19,7 +19,10 @@ COMMAND += "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modul
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["export", "+recipe=quickstart", "format=vllm"], "format=vllm; allowed: flat, sglang, speculators"),
+        (
+            ["export", "+recipe=quickstart", "format=vllm"],
+            "format=vllm; allowed: flat, peft, sglang, speculators",
+        ),
         (["train", "+recipe=quickstart", "data.stages=[]"], "data.stages is empty; give e.g. data.stages=[{"),
         (["train", "+recipe=quickstart", "data.stages=5"], "data.stages=5; allowed: a list of stages: [{"),
         (

@@ -14,9 +14,10 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.assets import artifact_kind
 from longtrain.data.rows.prepared import read_manifest
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
+from longtrain.errors import ArtifactError, ConfigError, first_line
 from longtrain.files import CHECKSUM, read_json, read_sealed, read_text
 from longtrain.jobs.exporting import formats, push
+from longtrain.jobs.exporting.comparison import compare
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert, from_file
@@ -26,14 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longtrain.artifact import Artifact
-    from longtrain.decoding.roles import Draft, Parts, TokenTree
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
     from longtrain.training.checkpoint import Saved
 
 log = get_logger(__name__)
-
-COMPARED_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +168,7 @@ def _write(
     log.info("recording golden outputs of %s with the target, and comparing it with them", spec.name)
     made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
     made = dataclasses.replace(made, lenient=True)
-    _compare(spec, config, module, target=target, artifact=made)
+    compare(spec, config, module, target=target, artifact=made)
     made.save(folder)
     artifact = Artifact.load(folder, unverified=True)
     evidence, pictures = gather(Path(cfg.run_dir), artifact.checksum())
@@ -348,58 +346,3 @@ def _entries(item: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
     return [
         {"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None, "license": licence}
     ]
-
-
-def _compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target, artifact: Artifact) -> None:
-    """Note where golden outputs, tokens, drafted trees or kept rows are not those of the trained module."""
-    if spec.attach is None:
-        return
-    keys, faults = dict(spec.golden_keys), artifact.verification.faults
-    try:
-        mine = _done(spec.attach(module, target, config, keys), target)
-        theirs = _done(artifact.attach(target, **keys), target)
-    except (LongtrainError, RuntimeError) as error:  # of torch too, as when memory runs out
-        faults.append(first_line(error))
-        return
-    if mine != theirs:
-        faults.append(
-            f"it does not do what the trained module does over {COMPARED_TOKENS} greedy tokens; report this "
-            "with the run's config.yaml"
-        )
-
-
-def _done(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
-    """New tokens, the token of every node drafted on the way, and the rows kept of the prompt."""
-    import torch
-
-    from longtrain.decoding.engine import Engine
-    from longtrain.decoding.evict import Budget
-    from longtrain.methods.policies.base import Scorer
-
-    seen: list[Any] = []
-    if parts.draft is not None:
-        parts = dataclasses.replace(parts, draft=_Recorder(parts.draft, seen))
-    if isinstance(parts.evictor, Scorer):
-        parts = dataclasses.replace(parts, evictor=parts.evictor.with_budget(Budget(COMPARED_TOKENS)))
-    gen = torch.Generator().manual_seed(1)
-    prompt = torch.randint(target.info.vocab_size, (64,), generator=gen).tolist()
-    engine = Engine(target, parts)
-    made = engine.generate([prompt], max_new_tokens=COMPARED_TOKENS, ignore_eos=True)
-    if made.kept is not None:
-        seen.append((made.kept.idx_LBGK.tolist(), made.kept.n_LBG.tolist()))
-    return made.tokens, seen
-
-
-class _Recorder:
-    """A draft that writes down what it proposes."""
-
-    def __init__(self, draft: Draft, seen: list[Any]) -> None:
-        self.draft, self.want, self.seen = draft, draft.want, seen
-        self.start, self.observe, self.bytes = draft.start, draft.observe, draft.bytes
-        self.tensors = draft.tensors
-
-    def propose(self, *args: Any) -> TokenTree:
-        """Ask the draft."""
-        tree = self.draft.propose(*args)
-        self.seen.append(tree.tokens_BN.tolist())
-        return tree

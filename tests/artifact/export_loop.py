@@ -69,7 +69,8 @@ def loop(where: str, *, count: int, device: str, only: tuple[str, ...] = METHODS
 
 def _worst(checks: list[Check]) -> dict[str, Any]:
     """The comparison that came nearest to its limit."""
-    worst = max(checks, key=lambda check: check.error / check.limit)
+    measured = [check for check in checks if check.limit]  # a choice has none: not one entry may differ
+    worst = max(measured, key=lambda check: check.error / check.limit)
     return {"share_of_limit": round(worst.error / worst.limit, 4), "check": str(worst)}
 
 

@@ -207,6 +207,5 @@ def test_an_artifact_that_is_not_here_is_one_line_offline(tmp_path, monkeypatch)
 def test_addresses_of_requests_are_no_lines_of_a_log(root):
     """An upload's address is signed: who has the line could use it."""
     config = yaml.safe_load((root / "conf/hydra/job_logging/longtrain.yaml").read_text())
-    assert {name: one["level"] for name, one in config["loggers"].items()} == dict.fromkeys(
-        ("httpx", "httpx2"), "WARNING"
-    )
+    levels = {name: one["level"] for name, one in config["loggers"].items()}
+    assert levels["httpx"] == levels["httpx2"] == "WARNING"

@@ -48,7 +48,7 @@ def test_what_the_tokenizer_gives_is_what_it_gives_here(tokenizer):
     options = {"chat_template": template, "tokenize": True, "return_dict": True}
     here = tokenizer.apply_chat_template(MESSAGES, **options)
     found = apply_template(tokenizer, MESSAGES, name="one", **options)
-    assert {name: ids_T.tolist() for name, ids_T in found.items()} == {"input_ids": here["input_ids"]}
+    assert {name: ids_T.tolist() for name, ids_T in found.items()} == {"input_ids": list(here["input_ids"])}
     tokenizer.chat_template = "{{ messages | length }}"
     assert apply_template(tokenizer, MESSAGES, name="one", tokenize=False) == "1"
     tokenizer.chat_template = "other"  # since the process began

@@ -280,7 +280,7 @@ def test_a_limit_without_room_for_prompts_is_refused(tokenizer, tmp_path):
 
 def test_questions_without_text_say_what_to_give(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"no text to hide facts in.*data\.books=PATH"):
-        run(config({"synthetic": "questions", "rows": 2}), tokenizer, tmp_path)
+        run(config({"synthetic": "questions", "rows": 2}, prompt_tokens=[1000, 2000]), tokenizer, tmp_path)
     with pytest.raises(ConfigError, match=r"'riddles'; known: needles"):
         run(
             config({"synthetic": "questions", "rows": 2, "options": {"tasks": ["riddles"]}}),

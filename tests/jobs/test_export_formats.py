@@ -152,7 +152,7 @@ def test_a_retrieval_head_becomes_a_folder_for_sglang(composed, tmp_path, target
 
 
 def test_what_has_no_such_format(composed, trained, tmp_path):
-    with pytest.raises(ConfigError, match="format=onnx; allowed: flat, sglang, speculators"):
+    with pytest.raises(ConfigError, match="format=onnx; allowed: flat, peft, sglang, speculators"):
         export.run(composed("export", "format=onnx"))
     with pytest.raises(ConfigError, match="format=flat: method longspec has no such format"):
         export.run(composed("export", "format=flat"))

@@ -158,7 +158,7 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_goes_on(compose, tm
     cfg = compose()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train, "_instances", lambda values: [Second()] if values is cfg.callbacks.get("extra") else []
+            loggers, "instances", lambda values: [Second()] if values is cfg.callbacks.get("extra") else []
         )
         train.run(cfg)
     assert seen and not any(seen)

@@ -23,6 +23,9 @@ from longtrain.errors import DataError
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
+ARRAYS = {"input_ids": np.int64, "assistant_masks": np.bool_}
+"""What is read of a conversation in tokens, by the name that the tokenizer gives it."""
+
 _renderer: tuple[Any, Bounded] | None = None
 """The tokenizer that was asked last, and the process that renders with it."""
 
@@ -138,9 +141,11 @@ def apply_template(
 
 
 def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
-    """What `apply_chat_template` gives, as plain values."""
+    """What `apply_chat_template` gives: a text, or what is read of its tokens in arrays, sent fast."""
     found = tokenizer.apply_chat_template(messages, **options)
-    return dict(found) if isinstance(found, Mapping) else found
+    if not isinstance(found, Mapping):
+        return found
+    return {name: np.asarray(found[name], kind) for name, kind in ARRAYS.items() if name in found}
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
@@ -269,10 +274,8 @@ def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> R
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked = apply_template(
-            tokenizer, messages[:turn], name=name, tokenize=False, add_generation_prompt=True
-        )
-        before = str(asked)
+        asked: dict[str, Any] = {"name": name, "tokenize": False, "add_generation_prompt": True}
+        before = str(apply_template(tokenizer, messages[:turn], **asked))
         through = str(apply_template(tokenizer, messages[: turn + 1], name=name, tokenize=False))
         if not (through.startswith(before) and whole.startswith(through) and len(before) >= done):
             raise DataError(
