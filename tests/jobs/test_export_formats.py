@@ -156,7 +156,7 @@ def test_what_has_no_such_format(composed, trained, tmp_path):
         export.run(composed("export", "format=onnx"))
     with pytest.raises(ConfigError, match="format=flat: method longspec has no such format"):
         export.run(composed("export", "format=flat"))
-    with pytest.raises(ArtifactError, match=r"nor in a format that is known \(flat, sglang, speculators\)"):
+    with pytest.raises(ArtifactError, match=r"nor in a format that is known \(flat, peft, sglang, speculators\)"):
         export.run(composed("export", f"verify={tmp_path}"))
     with pytest.raises(
         ArtifactError,
