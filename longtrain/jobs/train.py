@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import features, loggers, outline, ranks_check
+from longtrain.jobs import features, loggers, outline
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.journals import unchecked
 from longtrain.log import get_logger, on_first_rank
@@ -229,6 +229,8 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(NO_TARGET)
         folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
         outline.trained_weights(spec, config, outline.target_shape(cfg)[0])  # refuses what cannot be built
+    from longtrain.jobs import ranks_check  # which imports torch
+
     if (rank := ranks_check.Rank.here()) is not None:
         ranks_check.check(cfg, rank)
 

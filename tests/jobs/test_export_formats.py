@@ -160,7 +160,7 @@ def test_what_has_no_such_format(composed, trained, tmp_path):
         export.run(composed("export", f"verify={tmp_path}"))
     with pytest.raises(
         ArtifactError,
-        match=r"nothing else that a method reads \(eagle3: speculators, flat; specontext: sglang\)",
+        match=r"nothing else that a method reads \(eagle3: speculators, flat; lookaheadkv: peft; specontext: sglang\)",
     ):
         Artifact.load(tmp_path)
 
