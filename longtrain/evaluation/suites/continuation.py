@@ -199,7 +199,9 @@ def texts_of(where: str | None, kinds: Sequence[str]) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for name, _, text in read_texts(where or asset_dir("bundled") / HELD_OUT, kinds=kinds, prose="book"):
-        texts[name if name not in texts else f"{name} ({len(texts) + 1})"] = text
+        while name in texts:
+            name = f"{name} ({len(texts) + 1})"
+        texts[name] = text
     return texts
 
 
