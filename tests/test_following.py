@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from longtrain.assets import MANIFEST, asset_dir
+from longtrain.errors import ArtifactError
 from longtrain.files import as_json, read_json
 from longtrain.prompt import following, memory
 from longtrain.prompt.checks import NO_CUDA
@@ -57,6 +58,17 @@ def test_an_artifact_says_the_window_of_a_target_that_is_not_named(tmp_path: Pat
     cfg = _cfg(None, suite=suite, artifact="draft", home=str(tmp_path))
     line, faults = following.fit_lengths(cfg, ["eval"], [])
     assert list(cfg.suite.lengths) == [768] and line and not faults
+
+
+def test_a_gguf_file_that_cannot_be_read_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(b"GGUF")
+    cfg = _cfg(file, suite={"name": "acceptance", "lengths": ["2k"], "max_new_tokens": 128})
+    with pytest.raises(ArtifactError, match=r"cut.gguf cannot be read as a target .*if it was cut short"):
+        following.fit_lengths(cfg, ["eval"], [])
 
 
 def test_a_target_that_is_not_supported_is_refused_before_training(window_1k: Path, run: Run) -> None:

@@ -342,7 +342,7 @@ class Artifact:
             refuse(checks)
         except ArtifactError as error:
             if not self.lenient:
-                raise
+                raise ArtifactError(f"{error}; {ADVICE}") from error
             if str(error) not in faults:
                 faults.append(str(error))
                 log.warning("unverified=%s reason=%s", self.folder or self.method, error)

@@ -24,6 +24,7 @@ from longtrain.data.read.files import (
     PACKED_SUFFIXES,
     TEXT_SUFFIXES,
     find,
+    place,
     read_jsonl,
     read_text,
     stem,
@@ -163,7 +164,7 @@ def documents_from_files(
     code, or `prose`. Where no file is of the kinds that are wanted, those that carry none are used.
 
     Args:
-        where: a file or folder.
+        where: a file or folder, or `bundled:FOLDER`.
         tokenizer: the target's.
         kinds: kinds to keep; empty: all.
         prose: what to call files whose name says nothing else.
@@ -177,12 +178,13 @@ def documents_from_files(
     ]
 
 
-def text_files(root: Path) -> list[Path]:
-    """The files of held-out text at a place: itself, or those of a folder.
+def text_files(where: str | Path) -> list[Path]:
+    """The files of held-out text at a place (`data.read.files.place`): itself, or those of a folder.
 
     Raises:
         DataError: nothing is there.
     """
+    root = _root(where)
     files = [p for p in visible(root) if _ending(p) in SUFFIXES] if root.is_dir() else [root]
     if not files or not files[0].is_file():
         raise DataError(
@@ -197,13 +199,18 @@ def read_texts(
 ) -> list[tuple[str, str, str]]:
     """Name, kind and content of text files; see `documents_from_files`.
 
+    The log says which files of a folder are not read. A file of JSON lines is a text for each row.
+
     Raises:
-        DataError: nothing is there, or a file is not text.
+        DataError: nothing is there, a file is not text, or a row has no field `text`.
     """
     chosen = files_of_kinds(where, kinds=kinds, prose=prose)
+    if _root(where).is_dir():
+        find(str(where), tuple(SUFFIXES))
     if kinds and not {*kinds} & {*chosen.values()}:
         log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), where, len(chosen))
-    return [(_plain(file).stem, kind, read_text(file)) for file, kind in chosen.items()]
+    found = [(kind, one) for file, kind in chosen.items() for one in _contents(file, _plain(file).stem, {})]
+    return [(name, kind, text) for kind, (name, text) in found]
 
 
 def files_of_kinds(where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text") -> dict[Path, str]:
@@ -212,8 +219,8 @@ def files_of_kinds(where: str | Path, *, kinds: Sequence[str] = (), prose: str =
     Raises:
         DataError: nothing is there, or nothing of these kinds.
     """
-    root = Path(os.path.expandvars(where)).expanduser()
-    named = {file: _kind(file, root) for file in text_files(root)}
+    root = _root(where)
+    named = {file: _kind(file, root) for file in text_files(where)}
     chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
     chosen = chosen or {file: prose for file, kind in named.items() if kind is None}
     if not chosen:
@@ -276,15 +283,33 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return []
 
 
+def _root(where: str | Path) -> Path:
+    """The file or folder that is named, there or not."""
+    if str(where).startswith(BUNDLED):
+        return place(str(where))
+    return Path(os.path.expandvars(where)).expanduser()
+
+
 def _local(where: str, like: str | None) -> Iterator[tuple[str, str]]:
     part = Manifest.load(like).parts[0] if like else None
     for file in find(where, (*TEXT_SUFFIXES, *JSONL_SUFFIXES)):
-        if _ending(file) not in JSONL_SUFFIXES:
-            yield stem(file), read_text(file)
-            continue
-        for name, row in read_jsonl(file):
-            for document in adapt("text", row, part.columns if part else {}, name=name, kind=""):
-                yield document.name, document.text or ""
+        yield from _contents(file, stem(file), part.columns if part else {})
+
+
+def _contents(file: Path, name: str, columns: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and content of a text file, or of each row of one of JSON lines.
+
+    Args:
+        file: text or JSON lines, plain or packed.
+        name: of a text file; rows are named by their file and number.
+        columns: of the rows, see `adapt`.
+    """
+    if _ending(file) not in JSONL_SUFFIXES:
+        yield name, read_text(file)
+        return
+    for row_name, row in read_jsonl(file):
+        for document in adapt("text", row, columns, name=row_name, kind=""):
+            yield document.name, document.text or ""
 
 
 def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np.ndarray:

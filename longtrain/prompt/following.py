@@ -20,7 +20,7 @@ from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
-from longtrain.targets.at_hand import fetch_config, is_gguf, is_hub_id
+from longtrain.targets.at_hand import fetch_config, folder_of, is_gguf, is_hub_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -85,8 +85,14 @@ def window_takes_minutes(cfg: DictConfig) -> bool:
     """Whether the target is a GGUF file that is yet to be dequantised, before which its window is unknown."""
     from longtrain.targets.stored.gguf import is_dequantised
 
+    file = _gguf_file(cfg)
+    return file is not None and not is_dequantised(file)
+
+
+def _gguf_file(cfg: DictConfig) -> Path | None:
+    """The GGUF file that is the target; None where it is none, or not there."""
     file = Path(str(cfg.target.path if cfg.target and cfg.target.path else "")).expanduser()
-    return is_gguf(file) and file.is_file() and not is_dequantised(file)
+    return file if is_gguf(file) and file.is_file() else None
 
 
 def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
@@ -145,9 +151,15 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
 
 
 def window_of(cfg: DictConfig) -> int | None:
-    """The target's window in tokens; None where it is not known before the target is fetched or loaded."""
+    """The target's window in tokens; None where it is not known before the target is fetched or loaded.
+
+    Raises:
+        LongtrainError: the target is a GGUF file that cannot be dequantised; nothing reads it a second time.
+    """
     if cfg.method is not None and methods.trains_target(str(cfg.method.name)):
         return None  # it trains a target
+    if (file := _gguf_file(cfg)) is not None:
+        folder_of(file)
     try:
         if cfg.target and (cfg.target.path or cfg.target.shape):
             where = str(cfg.target.path or "")

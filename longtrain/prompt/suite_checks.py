@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
@@ -32,7 +30,7 @@ def common_keys(cfg: DictConfig) -> None:
         if name == "lengths" and value not in (AUTO, None, []):
             convert(value, Lengths, key)
         elif name == "text" and isinstance(value, str) and value not in WORDS_FOR_TEXT:
-            text_files(Path(os.path.expandvars(value)).expanduser())
+            text_files(value)
     text, kinds = cfg.suite.get("text"), plain(cfg.suite.get("kinds"))
     if isinstance(text, str) and text not in WORDS_FOR_TEXT and isinstance(kinds, list):
         files_of_kinds(text, kinds=kinds)

@@ -9,7 +9,15 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
 
 CARD = "README.md"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin", CARD]
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "merges.txt",
+    "pytorch_model*.bin",
+    CARD,
+]
 """What is fetched of a target on the Hub."""
 
 

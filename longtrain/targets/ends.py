@@ -93,7 +93,7 @@ def drawn_weights(
         return random_tensor(name, shapes[name], seed=seed, dtype=dtype, device=device)[rows]
 
     for name, shape in shapes.items():
-        yield name, StoredWeight(Path("random weights"), tuple(shape), partial(draw, name))
+        yield name, StoredWeight(name, Path("random weights"), tuple(shape), partial(draw, name))
 
 
 def assign_ends(

@@ -48,7 +48,7 @@ def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size
     """Refuse a tensor that is none of the model's.
 
     Args:
-        name: of the tensor.
+        name: what the model would call the tensor.
         stored: the tensor.
         shapes: name -> shape of each of the model's.
 
@@ -58,12 +58,12 @@ def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size
     """
     if name not in shapes:
         raise ArtifactError(
-            f"{stored.file} has {name}, which the model of config.json has not; get the folder again, or the "
-            "config.json that belongs to these weights"
+            f"{stored.file} has {stored.name}, which the model of config.json has not; get the folder "
+            "again, or the config.json that belongs to these weights"
         )
     if stored.shape != tuple(shapes[name]):
         raise TargetMismatchError(
-            f"{stored.file}: {name} has shape {stored.shape}, config.json says {tuple(shapes[name])}"
+            f"{stored.file}: {stored.name} has shape {stored.shape}, config.json says {tuple(shapes[name])}"
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 
+from longtrain.assets import asset_dir
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import (
@@ -18,7 +19,7 @@ from longtrain.evaluation.corpora import (
     prefix_of,
     read_texts,
 )
-from longtrain.evaluation.suites.continuation import choose_points
+from longtrain.evaluation.suites.continuation import choose_points, texts_of
 from longtrain.settings import parse_tokens
 
 
@@ -153,6 +154,31 @@ def test_prepared_data_gives_its_held_out_documents(tmp_path):
     with pytest.raises(DataError, match="kinds: book, code"):
         documents_from_prepared(data, kinds=["chat"])
     assert has_held_out(data) and has_held_out(data, ["code", "chat"]) and not has_held_out(data, ["chat"])
+
+
+def test_rows_of_json_lines_are_texts_and_files_that_are_not_read_are_told(tmp_path, caplog):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert [text for _, _, text in read_texts(rows)] == ["one", "two"]
+    rows.write_text('{"body": "one"}\n')
+    with pytest.raises(DataError, match="no column 'text'"):
+        read_texts(rows)
+    (tmp_path / "emma.txt").write_text("Emma")
+    assert read_texts(tmp_path) == [("emma", "text", "Emma")]
+    assert "1 of its 2 files are not read" in caplog.text and "rows.jsonl" in caplog.text
+
+
+def test_text_that_ships_is_named_as_training_data_names_it():
+    assert read_texts("bundled:heldout") == read_texts(asset_dir("bundled") / "text" / "heldout")
+    with pytest.raises(DataError, match="bundled:nothing"):
+        read_texts("bundled:nothing")
+
+
+def test_files_of_one_name_in_two_folders_are_two_texts(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "chapter.txt").write_text(f"of {folder}")
+    assert texts_of(str(tmp_path), ()) == {"chapter": "of a", "chapter (2)": "of b"}
 
 
 def test_held_out_files_may_be_packed(tmp_path):

@@ -19,6 +19,7 @@ from longtrain.targets.at_hand import folder_at_hand
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.stored.checkpoint import StoredWeights
+from longtrain.targets.stored.quantised import Quantisation
 
 SHAPE = {**SHAPES["llama_micro"], "hidden_size": 64, "intermediate_size": 128}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -225,6 +226,27 @@ def test_zero_points_are_refused_where_they_are_not_zero(write):
     save_file({**tensors, **{name: one + 3 for name, one in points.items()}}, folder / "model.safetensors")
     with pytest.raises(TargetMismatchError, match="compressed-tensors with zero points, which is not read"):
         load_target(folder)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"has blocks of \[0, 128\]"),
+        ({"quant_method": "fp8", "weight_block_size": ["a", 128]}, r"has blocks of \['a', 128\]"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": [8]}}},
+            r"quantization_config with weights=\[8\]",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+            "quantization_config with sparsity_config='dense'",
+        ),
+    ],
+)
+def test_a_quantization_config_that_is_none_is_refused_in_one_line(broken, message):
+    with pytest.raises(ArtifactError, match=message) as caught:
+        Quantisation.of({"quantization_config": broken}, "FOLDER")
+    assert "\n" not in str(caught.value)
 
 
 METHODS = [

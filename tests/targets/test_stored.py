@@ -164,6 +164,12 @@ def test_a_tensor_that_the_model_has_not_is_an_error(write, layers):
     same_logits(write(lambda found: {**found, buffer: torch.ones(8)}))
 
 
+def test_a_tensor_that_the_model_has_not_is_named_as_its_file_names_it(write):
+    folder = write(lambda found: {f"text_model.{name}": one for name, one in found.items() if name != HEAD})
+    with pytest.raises(ArtifactError, match=r"safetensors has text_model\.model\."):
+        load_target(folder)
+
+
 def test_weights_that_are_no_floats_are_refused(write):
     folder = write(lambda found: {**found, HEAD: found[HEAD].to(torch.int32)})
     with pytest.raises(ArtifactError, match=r"lm_head.weight is stored as int32 without a scale"):

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.targets.at_hand import HUB_FILES
 from longtrain.targets.tokenizer import CHAT_BY_DEFAULT, SPECIALS, chats, read_tokenizer, train_tokenizer
 
 TEXTS = ["the old man and the sea and the boat, 1234567 times over; the theory of it\n"] * 3
@@ -73,3 +75,8 @@ def test_a_template_makes_a_chat_model_unless_the_files_say_otherwise(tokenizer)
     assert chats(tokenizer)
     tokenizer.init_kwargs[CHAT_BY_DEFAULT] = False
     assert not chats(None)
+
+
+def test_all_files_of_a_tokenizer_are_fetched_of_the_hub() -> None:
+    needed = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
+    assert list(filter_repo_objects([*needed, "LICENSE.txt"], allow_patterns=HUB_FILES)) == needed

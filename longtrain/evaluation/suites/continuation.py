@@ -188,7 +188,7 @@ def held_out(
 
 
 def texts_of(where: str | None, kinds: Sequence[str]) -> dict[str, str]:
-    """Held-out text by its name.
+    """Held-out text by its name; of files of one name in several folders the later ones get a number.
 
     Args:
         where: a file or folder; None: what ships here.
@@ -197,8 +197,12 @@ def texts_of(where: str | None, kinds: Sequence[str]) -> dict[str, str]:
     Raises:
         DataError: there is no text.
     """
-    texts = read_texts(where or asset_dir("bundled") / HELD_OUT, kinds=kinds, prose="book")
-    return {name: text for name, _, text in texts}
+    texts: dict[str, str] = {}
+    for name, _, text in read_texts(where or asset_dir("bundled") / HELD_OUT, kinds=kinds, prose="book"):
+        while name in texts:
+            name = f"{name} ({len(texts) + 1})"
+        texts[name] = text
+    return texts
 
 
 def _row(number: int, point: Point, prompt: Sequence[int]) -> Example:

@@ -36,11 +36,13 @@ class StoredWeight:
     """A weight of a checkpoint, read when its rows are asked for.
 
     Args:
+        name: what its file calls it.
         file: for error messages.
         shape: of the whole tensor.
         rows: which rows -> their values, in a floating-point dtype.
     """
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     rows: Callable[[slice], Tensor]
@@ -139,7 +141,7 @@ class StoredWeights:
                 inverse = ends == SCALES[0] or self._quantisation.method == "fp8"
                 found = Scales.of(name, values, shape, self._quantisation, inverse=inverse)
                 read = partial(self._dequantised, name, found)
-        return StoredWeight(tensors.file_of[name], shape, read)
+        return StoredWeight(name, tensors.file_of[name], shape, read)
 
     def _plain(self, name: str, rows: slice) -> Tensor:
         values = self._tensors.read(name, rows)

@@ -140,8 +140,8 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         if not is_failure(error):
             raise
         raise ArtifactError(
-            f"{file} cannot be read as a target ({first_line(error)}); pass a GGUF file of a Llama, Qwen2, "
-            "Qwen3 or Mistral model, or its folder"
+            f"{file} cannot be read as a target ({first_line(error)}); get it again if it was cut short, "
+            "else pass a GGUF file of a Llama, Qwen2, Qwen3 or Mistral model, or its folder"
         ) from error
     index: dict[str, str] = {}
     for number, part in enumerate(_shards(model)):

@@ -61,6 +61,7 @@ class Quantisation:
             where: the target's name, for messages.
 
         Raises:
+            ArtifactError: it is no quantization_config.
             TargetMismatchError: weights of this kind are not read.
         """
         values = config.get("quantization_config") or config.get("compression_config")
@@ -72,12 +73,12 @@ class Quantisation:
             )
         method, refused = str(values.get("quant_method") or ""), ""
         if method == "fp8":
-            return cls(method, _pairs([values.get("weight_block_size")]))
+            return cls(method, _pairs([values.get("weight_block_size")], where))
         if method == "compressed-tensors":
-            refused = _not_read(values)
+            refused = _not_read(values, where)
             if not refused:
-                groups = [group.get("weights") or {} for group in _groups(values)]
-                return cls(method, _pairs(group.get("block_structure") for group in groups))
+                weights = [_object(group, "weights", where) for group in _groups(values, where)]
+                return cls(method, _pairs([one.get("block_structure") for one in weights], where))
         elif method == "bitsandbytes" or "load_in_8bit" in values or "load_in_4bit" in values:
             kind = "int8" if values.get("load_in_8bit") else str(values.get("bnb_4bit_quant_type") or "4-bit")
             refused = f"bitsandbytes {kind}"
@@ -178,29 +179,51 @@ def _numbers(scales: Tensor) -> Tensor:
     return scales.float() if scales.dtype.itemsize == 1 else scales
 
 
-def _groups(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = values.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    return [group for group in found if isinstance(group, Mapping)]
+def _object(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """A part of quantization_config that holds keys of its own; empty where it is not given.
+
+    Raises:
+        ArtifactError: it is something else.
+    """
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ArtifactError(
+            f"target {where}: config.json has quantization_config with {key}={found!r}; get it again"
+        )
+    return found
 
 
-def _not_read(values: Mapping[str, Any]) -> str:
+def _groups(values: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    groups = _object(values, "config_groups", where)
+    return [_object(groups, name, where) for name in groups]
+
+
+def _not_read(values: Mapping[str, Any], where: str) -> str:
     """Why weights of compressed-tensors are not read; empty: they are."""
-    groups = _groups(values)
+    groups = _groups(values, where)
     for form in [values.get("format"), *(group.get("format") for group in groups)]:
         if form is not None and form not in FORMATS:
             return f"compressed-tensors ({form})"
-    sparsity = (values.get("sparsity_config") or {}).get("format") or "dense"
+    sparsity = _object(values, "sparsity_config", where).get("format") or "dense"
     if sparsity != "dense":
         return f"compressed-tensors ({sparsity})"
-    if (values.get("transform_config") or {}).get("config_groups"):
+    if _object(values, "transform_config", where).get("config_groups"):
         return "compressed-tensors (transforms of weights and activations)"
-    for bits in ((group.get("weights") or {}).get("num_bits", 8) for group in groups):
+    for bits in (_object(group, "weights", where).get("num_bits", 8) for group in groups):
         if bits != 8:
             return f"compressed-tensors with {bits} bits"
     return ""
 
 
-def _pairs(found: Any) -> tuple[tuple[int, int], ...]:
-    """Blocks of rows and columns, where they are two sizes."""
-    return tuple((int(one[0]), int(one[1])) for one in found if isinstance(one, list) and len(one) == 2)
+def _pairs(found: Sequence[Any], where: str) -> tuple[tuple[int, int], ...]:
+    """Blocks of rows and columns, where they are two sizes.
+
+    Raises:
+        ArtifactError: sizes that no block has.
+    """
+    pairs = [one for one in found if isinstance(one, list) and len(one) == 2]
+    for pair in pairs:
+        if not all(type(size) is int and size > 0 for size in pair):
+            said = f"target {where}: config.json has blocks of {pair} in quantization_config"
+            raise refusal(ArtifactError, said, "two whole numbers above 0")
+    return tuple((rows, columns) for rows, columns in pairs)
