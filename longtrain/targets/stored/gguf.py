@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 RECORD = "gguf.json"
 """Written into the folder: which file it was made of."""
-FORM = 1
+FORM = 2
 """The folder's form; with another number it is made anew."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Factors of the rotary frequencies, where the type is llama3."""
@@ -152,6 +152,7 @@ def _write(file: Path, digest: str, folder: Path) -> None:
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         values.pop(key, None)
     values |= {"dtype": "float32", "architectures": [type(model).__name__]}
+    _name_ends(reader, tokenizer)
     tokenizer.save_pretrained(folder)
     record = {"gguf": file.name, "sha256": digest, "quantisation": quantisation, "transformers": __version__}
     written = {
@@ -291,6 +292,13 @@ def _quantisation(reader: GGUFReader) -> str:
         for tensor in reader.tensors:
             counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
         return max(counts, key=counts.__getitem__)
+
+
+def _name_ends(reader: GGUFReader, tokenizer: Any) -> None:
+    """Give the tokenizer the first and last token that the file names: transformers 5.17 mixes them up."""
+    for name in ("bos", "eos"):
+        if (id_ := _value(reader, f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(id_)))
 
 
 def _ends(reader: GGUFReader, tokenizer: Any) -> dict[str, Any]:
