@@ -272,7 +272,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     examples = files_.jsonl(outcome.examples)
     results = {**outcome.results, "examples_sha256": hashlib.sha256(examples).hexdigest()}
     files = {
-        "results.json": files_.sealed(results),
+        "results.json": files_.sealed(files_.parse_json(files_.as_json(results))),  # which refuses NaN
         "examples.jsonl": examples,
         "timings.json": files_.as_json(timings),
         **reports(cfg, outcome, timings),
