@@ -197,6 +197,29 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """The content of a file of results, as `sealed` made it.
+
+    One that an earlier longtrain wrote has no checksum. It is taken with a warning: hours of work are in it,
+    and nothing shows that it is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON object, or was changed since it was written.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    if CHECKSUM in content:
+        return read_sealed(path)
+    log.warning(
+        "%s was written by an earlier longtrain, without a checksum; it is taken as it is, and nothing shows "
+        "whether it was edited since",
+        path,
+    )
+    return content
+
+
 def impossible_number(value: Any, key: str = "") -> str:
     """The first number in a JSON value that no setting or size can be, with its place; empty: there is none.
 

@@ -79,8 +79,13 @@ def read_pickled_tensors(path: Path, *, mmap: bool = False) -> dict[str, Tensor]
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise ValueError(f"it holds {name!r}, which is no tensor")
-        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
-            form = str(value.layout).removeprefix("torch.")
+        if (
+            value.layout != torch.strided
+            or value.device.type != "cpu"
+            or value.is_quantized
+            or value.is_nested
+        ):
+            form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise ValueError(f"tensor {name} is {form} on {value.device}; allowed: dense ones with values")
     return dict(found)
 

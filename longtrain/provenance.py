@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from longtrain.files import sealed, write_files, write_text
+from longtrain.files import read_text, sealed, write_files, write_text
 
 PACKAGES = (
     "longtrain",
@@ -60,6 +60,26 @@ def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
     text = yaml.safe_dump(redact(dict(config)), sort_keys=False, allow_unicode=True, width=120)
     write_text(folder / "config.yaml", text)
     write_files(folder, {"provenance.json": sealed({**gather(), **redact(extra)})})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration that `write` left in a folder; `${...}` in it is text, since all was resolved.
+
+    Raises:
+        OSError: there is none, or it is no regular file.
+        ValueError: it is damaged; one line.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(read_text(folder / "config.yaml"))
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no mapping of keys")
+    return found
 
 
 def gather() -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _different(values: Sequence[Any]) -> Sequence[Any]:
 
 def _name(value: str) -> str:
     for part in value.split("/"):
-        if not part or part[0] == "." or len(part.encode()) > LONGEST_NAME or not part.isprintable():
+        if not part.strip() or part[0] == "." or len(part.encode()) > LONGEST_NAME or not part.isprintable():
             raise ValueError("no name of a folder below another")
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS
-from longtrain.prompt.grammar import QUOTED, in_grammar, in_list
+from longtrain.prompt.grammar import NAMES, QUOTED, in_grammar, in_list
 from longtrain.prompt.naming import swept
 
 Run = Callable[..., CompletedProcess[str]]
@@ -126,3 +128,12 @@ def test_a_command_finds_its_files_in_a_folder_of_any_name(
 def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_loaded(run: Run) -> None:
     done = run("generate", "target=tiny", "prompt=gr\udcf6sse")
     assert done.returncode == 1 and "prompt= holds bytes that are not UTF-8" in done.stderr
+
+
+def test_every_name_is_a_key_of_a_configuration() -> None:
+    def has(name: str) -> bool:
+        group, _, key = name.rpartition(".")
+        files = (asset_dir("conf") / group).glob("*.yaml")
+        return any(re.search(rf"(?m)^\s*{key}:", file.read_text(encoding="utf-8")) for file in files)
+
+    assert [name for name in NAMES if name != "recipe" and not has(name)] == []

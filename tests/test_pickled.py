@@ -48,6 +48,10 @@ def test_no_bit_that_flips_gives_other_tensors(tmp_path):
         ([1], "it holds a list, and no tensors by name"),
         ({"a": 1}, "it holds 'a', which is no tensor"),
         ({"a": torch.eye(3).to_sparse()}, "tensor a is sparse_coo on cpu; allowed: dense"),
+        (
+            {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])},
+            "tensor a is nested on cpu; allowed",
+        ),
         ({"a": torch.empty(3, device="meta")}, "tensor a is strided on meta; allowed: dense"),
     ],
 )

@@ -72,3 +72,17 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkey
     with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: No space left.*free space"):
         write_text(path, "new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_configuration_is_read_as_it_was_written(tmp_path):
+    config = {"name": "1e3", "prompt": "${not.there}", "lr": 1e-05, "rate": 0.5, "target": None, "on": "no"}
+    provenance.write(tmp_path, config)
+    assert provenance.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("content", ["[" * 50_000, "- a", "a: [", "\xff"])
+def test_a_damaged_configuration_is_one_clear_error(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError) as error:
+        provenance.read_config(tmp_path)
+    assert "\n" not in str(error.value)

@@ -33,7 +33,23 @@ class Probe:
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../x", "a/../b", "a/./b", "/abs/x", "a//b", "a/", ".hidden", "a/.b", "a\nb", "x" * 201],
+    [
+        "",
+        " ",
+        "a/ ",
+        ".",
+        "..",
+        "../x",
+        "a/../b",
+        "a/./b",
+        "/abs/x",
+        "a//b",
+        "a/",
+        ".hidden",
+        "a/.b",
+        "a\nb",
+        "x" * 201,
+    ],
 )
 def test_names_that_lead_elsewhere_or_are_no_folders_are_refused(name):
     with pytest.raises(ConfigError, match="allowed: a name, or names with / between them"):

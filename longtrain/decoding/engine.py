@@ -200,7 +200,7 @@ class Engine:
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
         root_B = _choose(first_BV, sampling, coins, cache.len_B)
         roots = root_B.tolist()
-        _refuse_nan(first_BV, target)
+        _refuse_not_finite(first_BV, target)
         over = out.begin(roots)
         prefilled_s = time.perf_counter()
 
@@ -343,16 +343,16 @@ def _logits(step: TargetStep) -> Tensor:
     return step.logits_BTV
 
 
-def _refuse_nan(logits_BV: Tensor, target: Target) -> None:
-    """Refuse to go on from logits of which one is NaN: what comes out would be no text of any model.
+def _refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
+    """Refuse to go on from logits of which one is NaN or infinite: what follows would be no model's text.
 
     Raises:
         ArtifactError: the target's weights are damaged, or its dtype too narrow for them.
     """
-    if bool(logits_BV.isnan().any()):
+    if bool((logits_BV.isnan() | logits_BV.isposinf()).any()):
         raise ArtifactError(
-            f"target {target.info.name} gives logits that are NaN after the prompt; its weights are damaged "
-            "(fetch or convert them again), or too large for its type (pass target.dtype=float32)"
+            f"target {target.info.name} gives logits that are NaN or infinite after the prompt; its weights "
+            "are damaged (fetch or convert them again), or too large for its type (pass target.dtype=float32)"
         )
 
 

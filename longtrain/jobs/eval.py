@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -268,9 +269,11 @@ def finish(cfg: DictConfig, session: Session) -> None:
 
     outcome = session.finish()
     timings = {**outcome.timings, **speed_of(cfg, session)}
+    examples = files_.jsonl(outcome.examples)
+    results = {**outcome.results, "examples_sha256": hashlib.sha256(examples).hexdigest()}
     files = {
-        "results.json": files_.as_json(outcome.results),
-        "examples.jsonl": files_.jsonl(outcome.examples),
+        "results.json": files_.sealed(files_.parse_json(files_.as_json(results))),  # which refuses NaN
+        "examples.jsonl": examples,
         "timings.json": files_.as_json(timings),
         **reports(cfg, outcome, timings),
     }

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.assets import artifact_kind
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, first_line
-from longtrain.files import CHECKSUM, read_json, read_sealed, read_text
+from longtrain.files import CHECKSUM, read_json, read_sealed
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.exporting.comparison import compare
-from longtrain.jobs.setup import load_target_from, load_tensors, plain
+from longtrain.jobs.setup import load_target_from, load_tensors
 from longtrain.log import get_logger
 from longtrain.settings import convert, from_file
 from longtrain.targets.at_hand import licence_of
@@ -226,18 +224,10 @@ def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:
 def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
     """The configuration of the training run: what was trained is exported, whatever the command says now."""
     try:
-        settings = plain(OmegaConf.create(read_text(trained / "config.yaml")))
+        settings = provenance.read_config(trained)
         from_file(_Settings, settings)
         name = str(settings["method"]["name"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-        YAMLError,
-        OmegaConfBaseException,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(
             f"{trained / 'config.yaml'} is missing or damaged: {' '.join(str(error).split())}; train again"
         ) from None

@@ -13,7 +13,7 @@ TEXTS = ("prompt",)
 NAMES = (
     "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "compare",
     "stop", "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
-    "data.name", "data.text", "data.jsonl", "data.conversations", "data.code", "data.books", "data.instruct",
+    "data.name", "data.text", "data.conversations", "data.code", "data.books", "data.instruct",
     "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa",
     "suite.aime24", "suite.documents", "suite.requests", "suite.include",
 )  # fmt: skip

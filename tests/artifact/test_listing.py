@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from longtrain.files import json_sha256
+from longtrain.files import json_sha256, sealed
 
 WEIGHTS = b"weights"
 SUM = hashlib.sha256(WEIGHTS).hexdigest()
@@ -47,7 +48,7 @@ def home(tmp_path: Path) -> Path:
     write(train / "summary.json", {"steps": 7, "final_loss": 1.25, "final": {"val/loss": 1.5}})
     scale = {"name": "acceptance length"}
     results = {"suite": "acceptance", "scale": scale, "target": {"name": "tiny"}, "systems": [FULL, DRAFT]}
-    write(suite / "results.json", results)
+    write(suite / "results.json", sealed(results).decode())
     write(suite / "provenance.json", {"time_utc": "2026-01-02T05:04:05+00:00"})
     manifest = {
         "method": "longspec",
@@ -81,9 +82,8 @@ def test_everything_has_a_line(word: str, home: Path, run) -> None:
 def test_the_main_figure_is_that_of_an_artifact(home: Path, run) -> None:
     file = home / "runs/one/eval/acceptance/results.json"
     results = json.loads(file.read_text())
-    write(
-        file, {**results, "systems": [FULL, DRAFT, {**DRAFT, "name": "baseline", "facts": {}, "tasks": []}]}
-    )
+    baseline = {**DRAFT, "name": "baseline", "facts": {}, "tasks": []}
+    write(file, sealed({**results, "systems": [FULL, DRAFT, baseline]}).decode())
     lines = run("list").stdout.splitlines()
     assert (
         next(line for line in lines if line.startswith(" one/acceptance")).rstrip().endswith("(one chain 4)")
@@ -119,6 +119,25 @@ def test_an_edited_manifest_is_told(home: Path, run) -> None:
     file = home / "checkpoints/one/longtrain.json"
     write(file, {**json.loads(file.read_text()), "method": "specontext"})
     assert "NO: longtrain.json was changed" in run("list").stdout
+
+
+def test_edited_results_are_told(home: Path, run) -> None:
+    file = home / "runs/one/eval/acceptance/results.json"
+    write(file, {**json.loads(file.read_text()), "systems": [FULL, {**DRAFT, "average": FULL["average"]}]})
+    done = run("list")
+    assert done.returncode == 0 and "NO: results.json cannot be read" in done.stdout
+
+
+@pytest.mark.parametrize("content", ["[" * 50_000, "- a", "method: {name: '${nope}'}", "pipe", "\xff"])
+def test_a_damaged_configuration_is_no_reason_to_stop(home: Path, content: str, run) -> None:
+    file = home / "runs/one/train/config.yaml"
+    file.unlink()
+    if content == "pipe":
+        os.mkfifo(file)
+    else:
+        file.write_text(content, encoding="latin-1")
+    done = run("list")
+    assert done.returncode == 0 and "step 7, loss 1.250" in " ".join(done.stdout.split())
 
 
 def test_nothing_yet_is_said_with_a_first_command(run) -> None:

@@ -26,11 +26,12 @@ def engine(target: ToyTarget, **draft) -> Engine:
     return Engine(target, Parts(draft=OracleDraft(target, **draft)), limits=Limits(batch=100_000))
 
 
-def test_a_target_whose_logits_are_nan_is_refused():
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_target_whose_logits_are_not_finite_is_refused(value):
     target = ToyTarget(12)
-    target.out_EV[3, 7] = float("nan")
+    target.out_EV[:, 7] = value
     for made in (Engine(target), engine(target)):
-        with pytest.raises(ArtifactError, match="target toy gives logits that are NaN after the prompt"):
+        with pytest.raises(ArtifactError, match="target toy gives logits that are NaN or infinite after"):
             made.generate(PROMPTS, max_new_tokens=3)
 
 

@@ -3,7 +3,8 @@
 Outcomes:
 
     refused   one line that says what is wrong
-    same      what is read is what was written, or the beginning of it where a journal's end was cut off
+    same      what is read is what was written, or a part of it in its order where lines or files of a journal
+              are gone: what is missing is worked out again
     other     something else is read without a word
     lost      what was whole before is gone, or half of something new is in its place
     bare      an exception that nobody has put into a sentence
@@ -122,7 +123,7 @@ def _outcome(victim: Victim, folder: Path, whole: Any) -> tuple[str, str]:
         return "hang", ""
     except BaseException as error:
         return "bare", repr(error)
-    if found == whole or (victim.prefix and all(one in whole for one in found)):
+    if found == whole or (victim.part and found == [one for one in whole if one in found]):
         return "same", ""
     return "other", ""
 

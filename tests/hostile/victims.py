@@ -44,14 +44,14 @@ class Victim:
     Args:
         make: writes one.
         read: everything that a user gets of one, as a value that can be compared.
-        prefix: whether a reader may give the beginning of what was written, where the end is cut off: the
-            lines of a journal that a kill left.
+        part: whether a reader may give a part of what was written, each record whole: the lines of a journal
+            that a kill left, or the features of one rank.
         unread: files that people read and longtrain does not.
     """
 
     make: Callable[[Path], None]
     read: Callable[[Path], Any]
-    prefix: bool = False
+    part: bool = False
     unread: tuple[str, ...] = ()
 
 
@@ -221,12 +221,12 @@ def _make_pickled(folder: Path) -> None:
 
 
 VICTIMS: dict[str, Victim] = {
-    "ledger": Victim(_make_ledger, _read_ledger, prefix=True),
-    "answers": Victim(_make_answers, _read_answers, prefix=True),
+    "ledger": Victim(_make_ledger, _read_ledger, part=True),
+    "answers": Victim(_make_answers, _read_answers, part=True),
     "prepared data": Victim(_make_prepared, _read_prepared),
     "checkpoints": Victim(_make_checkpoints, _read_checkpoints),
     "joint run": Victim(_make_run, _read_run),
-    "features of two ranks": Victim(_make_features, _read_features, prefix=True),
+    "features of two ranks": Victim(_make_features, _read_features, part=True),
     "torch.save": Victim(_make_pickled, lambda folder: hashed(read_pickled_tensors(folder / "x.bin"))),
     "speculators folder": _engine_folder("eagle3", "speculators", layers=[1, 2, 4]),
     "flat folder": _engine_folder("eagle3", "flat", layers=[1, 2, 4]),

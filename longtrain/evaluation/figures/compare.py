@@ -5,6 +5,7 @@ Only results of one protocol are compared: other prompts, truncation, templates 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from longtrain.evaluation.figures.results import PLAIN_KINDS, verdict
 from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.suite import Figure
-from longtrain.files import parse_json, read_json, read_text
+from longtrain.files import parse_json, read_bytes, read_results
 
 Json = dict[str, Any]
 
@@ -254,18 +255,21 @@ def _load(folder: Path, label: str) -> Run:
     prompts: dict[str, dict[str, str]] = {}
     at = results
     try:
-        found = read_json(results)
+        found = read_results(results)
         missing = [key for key in KEYS if key not in found]
         if missing:
             raise KeyError(missing[0])
         at = examples
-        for line in read_text(examples).split("\n"):
-            if not line:
-                continue
+        lines = read_bytes(examples)
+        if found.get("examples_sha256", digest := hashlib.sha256(lines).hexdigest()) != digest:
+            raise ValueError("it was changed since it was written")
+        for line in lines.splitlines():
             one = parse_json(line)
+            for output in one["outputs"].values():
+                numbers_of_output(output)
             outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]
             prompts.setdefault(one["task"], {})[one["example"]] = one["prompt_sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{at} cannot be read ({type(error).__name__}: {error}); run the suite again: its work is kept"
         ) from None

@@ -12,7 +12,7 @@ from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.assets import MANIFEST
 from longtrain.errors import LongtrainError, first_line
-from longtrain.files import read_json
+from longtrain.files import read_json, read_results
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.targets.at_hand import CARD
@@ -39,13 +39,15 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
         pictures[TRAINING] = curves.read_bytes()
     results = []
     for folder in sorted((run_dir / "eval").glob("*")):
+        if not (folder / "results.json").exists():
+            continue
         try:
-            found = _read(folder / "results.json")
-            if found is None or not _used(found, weights):
+            found = read_results(folder / "results.json")
+            if not _used(found, weights):
                 continue
             measured = partial(_measured, folder, found)
             measured([])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             log.warning("left_out=%s reason=its files are damaged (%s)", folder, first_line(error))
             continue
         drawn = {f"{folder.name}-{file.name}": file.read_bytes() for file in sorted(folder.glob("*.png"))}

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
+from omegaconf import DictConfig
 
 from longtrain import tables
 from longtrain.assets import MANIFEST
-from longtrain.files import json_sha256, read_json
+from longtrain.files import json_sha256, read_json, read_results
+from longtrain.provenance import read_config
 
 Row = list[str]
 HEADER = ("name", "method", "target", "when", "verified", "main figure")
@@ -117,18 +117,18 @@ def _trained(home: Path) -> Iterator[Row]:
     runs = home / "runs"
     for folder in sorted({file.parent for file in runs.glob("**/train/*") if file.name in OF_TRAINING}):
         try:
-            cfg: Any = OmegaConf.load(folder / "config.yaml")
-            method, target = str(cfg.method.name), str(cfg.target.path if cfg.target else tables.DASH)
-        except (OSError, YAMLError, AttributeError):
+            cfg = read_config(folder)
+            method = str(cfg["method"]["name"])
+            target = str(cfg["target"]["path"] if cfg.get("target") else tables.DASH)
+        except (OSError, ValueError, KeyError, TypeError):
             method = target = tables.DASH
         made, summary = _json(folder / "provenance.json"), _json(folder / "summary.json")
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
         figure = "not finished; the same command goes on"
         if isinstance(summary, dict) and summary.get("steps"):
-            losses = {
-                "loss": summary.get("final_loss"),
-                "val_loss": (summary.get("final") or {}).get("val/loss"),
-            }
+            final = summary.get("final")
+            val_loss = final.get("val/loss") if isinstance(final, dict) else None
+            losses = {"loss": summary.get("final_loss"), "val_loss": val_loss}
             said = [f"{key} {value:.3f}" for key, value in losses.items() if isinstance(value, float)]
             figure = ", ".join([f"step {summary['steps']}", *said])
         name = folder.parent.relative_to(runs).as_posix()
@@ -139,13 +139,12 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
     """A line for each suite that was evaluated; `measured` is filled with the figure of each artifact."""
     runs = home / "runs"
     files = runs.glob("**/eval/*/results.json")
-    for file in sorted(
-        files, key=lambda file: file.stat().st_mtime
-    ):  # the newest figure of an artifact stays
+    for file in sorted(files, key=lambda file: file.lstat().st_mtime):  # an artifact's newest figure stays
         name = f"{file.parents[2].relative_to(runs).as_posix()}/{file.parent.name}"
-        results, made = _json(file), _json(file.with_name("provenance.json"))
+        made = _json(file.with_name("provenance.json"))
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
         try:
+            results = read_results(file)
             systems, scale = results["systems"], results["scale"]["name"]
             others = [one for one in systems if one["kind"] != "full"]
             for one in others:
@@ -165,7 +164,7 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
                 _compared(others),
                 _figure(scale, last),
             ]
-        except (KeyError, TypeError, IndexError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             yield [name, tables.DASH, tables.DASH, when, f"NO: {file.name} {UNREADABLE}", tables.DASH]
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from longtrain.evaluation.figures import compare
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.reporting.comparisons import compare_table
 from longtrain.evaluation.reporting.page import compare_page
+from longtrain.files import jsonl, sealed
 
 
 def compared(*folders):
@@ -146,6 +148,33 @@ def test_a_damaged_file_is_named(write, name, content):
     folder = write("old")
     (folder / "eval" / "longbench" / name).write_text(content)
     with pytest.raises(DataError, match=f"{name} cannot be read"):
+        compare.load([folder])
+
+
+def test_results_that_were_edited_are_refused(write):
+    folder = write("old") / "eval" / "longbench"
+    results = json.loads((folder / "results.json").read_text())
+    lines = (folder / "examples.jsonl").read_bytes()
+    results["examples_sha256"] = hashlib.sha256(lines).hexdigest()
+    (folder / "results.json").write_bytes(sealed(results))
+    assert compare.load([folder])[0].results["title"] == results["title"]
+    (folder / "examples.jsonl").write_bytes(lines[: lines.rindex(b"\n", 0, -1) + 1])  # a line is gone
+    with pytest.raises(DataError, match=r"examples\.jsonl cannot be read .*was changed"):
+        compare.load([folder])
+    (folder / "examples.jsonl").write_bytes(lines)
+    text = (folder / "results.json").read_text()
+    (folder / "results.json").write_text(text.replace('"value": 0.', '"value": 9.', 1))
+    with pytest.raises(DataError, match=r"results\.json cannot be read .*was changed"):
+        compare.load([folder])
+
+
+@pytest.mark.parametrize("output", [{}, [], {"score": 1, "output_tokens": 2, "cycles": []}])
+def test_an_output_of_another_form_is_no_bare_error(write, output):
+    folder = write("old") / "eval" / "longbench"
+    lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+    lines[0]["outputs"] = dict.fromkeys(lines[0]["outputs"], output)
+    (folder / "examples.jsonl").write_bytes(jsonl(lines))
+    with pytest.raises(DataError, match=r"examples\.jsonl cannot be read"):
         compare.load([folder])
 
 
