@@ -52,7 +52,8 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
     writer.close({"sources": sources})
     sha256 = json.loads((data / "manifest.json").read_text())["sha256"]
     about = tmp_path / "runs" / "one" / "train" / "provenance.json"
-    about.write_bytes(sealed({**json.loads(about.read_text()), "data": {"name": "mix", "sha256": sha256}}))
+    made = json.loads(about.read_text())
+    about.write_bytes(sealed({**made, "data": {"name": "mix", "sha256": sha256}}))
     export.run(composed("export"))
     card = (tmp_path / "checkpoints" / "one" / "README.md").read_text()
     assert "datasets:\n- org/corpus\n" in card and "| org/corpus | c0ffee | book | cc0-1.0 |" in card
