@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -477,6 +478,19 @@ def test_what_a_run_and_its_data_are_called(
 def test_a_dry_run_reads_the_suite_and_builds_the_module(words: list[str], says: str, run: Run) -> None:
     done = run(*words, "target=tiny", "dry_run=true")
     assert done.returncode == 1 and says in done.stderr
+
+
+def test_a_dry_run_says_where_a_run_would_lack_its_gpu(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    library = ctypes.CDLL
+
+    def none(name: str | None, *args: object, **keys: object) -> ctypes.CDLL:
+        if name == "libcuda.so.1":
+            raise OSError(name)
+        return library(name, *args, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("longtrain.prompt.checks.ctypes.CDLL", none)
+    done = run("train", "+recipe=longspec_small", "target=tiny", "dry_run=true")
+    assert done.returncode == 0 and "a run would be refused: trainer.accelerator=cuda" in done.stderr
 
 
 def test_method_keys_beside_an_artifact_are_its_own(

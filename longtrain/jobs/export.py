@@ -89,7 +89,7 @@ def run(cfg: DictConfig) -> None:
     settings = _settings(trained, cfg)
     spec = methods.get(str(settings["method"]["name"]))
     config = _config(spec, settings["method"])
-    facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step)
+    facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step, trust=bool(cfg.unverified))
     facts["license"] = push.licence(cfg)
     if unfinished:
         facts["unfinished"] = unfinished
@@ -279,16 +279,26 @@ def _same_target(saved: Saved, target: Target) -> None:
             )
 
 
-def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) -> dict[str, Any]:
-    """Provenance of the training run with its data's sources, and of this export."""
+def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int, trust: bool) -> dict[str, Any]:
+    """Provenance of the training run with its data's sources, and of this export.
+
+    With `trust` a run whose record is damaged is exported too; its artifact names the record as unchecked.
+    """
+    file = trained / "provenance.json"
+    facts: dict[str, Any] = {}
     try:
-        facts = from_file(dict[str, Any], read_json(trained / "provenance.json"))
-        old = [] if CHECKSUM in facts else [str(trained / "provenance.json")]  # of an earlier longtrain
-        facts = facts if old else read_sealed(trained / "provenance.json")
+        facts = from_file(dict[str, Any], read_json(file))
+        old = [] if CHECKSUM in facts else [str(file)]  # of an earlier longtrain
+        facts = facts if old else read_sealed(file)
         from_file(dict[str, Any] | None, facts.get("data"))
         old += from_file(list[str], facts.get("unchecked") or [])
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
+        if not trust:
+            raise ArtifactError(
+                f"{file} cannot be read: {error}; put the old file back, or pass unverified=true: the "
+                "artifact is then exported without a word on its data"
+            ) from None
+        facts, old = {}, [str(file)]
     data = facts.get("data") or {}
     manifest = _manifest(home, data)
     facts |= {"data": {**data, "sources": _sources(manifest)}, "step": step, "export": provenance.gather()}

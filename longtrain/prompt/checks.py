@@ -192,17 +192,19 @@ def _begins(cfg: DictConfig) -> None:
 def _cuda(cfg: DictConfig) -> None:
     """Refuse training on a GPU where no CUDA driver is; torch, which knows it all, is asked later.
 
-    A dry run, which may be done where a job is sent from, is not asked.
+    A dry run, which may be done where a job is sent from, only says so.
     """
     accelerator = str(cfg.trainer.get("accelerator"))
-    if accelerator not in ("cuda", "gpu") or cfg.dry_run or sys.platform != "linux":
+    if accelerator not in ("cuda", "gpu") or sys.platform != "linux":
         return
     if "rocm" in version("torch"):
         return
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        raise ConfigError(NO_CUDA.format(accelerator)) from None
+        if not cfg.dry_run:
+            raise ConfigError(NO_CUDA.format(accelerator)) from None
+        sys.stderr.write(f"longtrain: here a run would be refused: {NO_CUDA.format(accelerator)}\n")
 
 
 def _resume(cfg: DictConfig) -> None:

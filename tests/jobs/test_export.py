@@ -61,6 +61,9 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
     about.write_text(about.read_text().replace('"mix"', '"mux"'))
     with pytest.raises(ArtifactError, match=r"provenance\.json cannot be read: it was changed since it was"):
         export.run(composed("export"))
+    export.run(composed("export", "unverified=true"))  # the training is not lost
+    lost = Artifact.load("one", home=tmp_path).provenance
+    assert lost["unchecked"] == [about.name] and not lost["data"].get("name")
     del made["sha256"]
     about.write_text(json.dumps(made))  # as earlier versions wrote it
     export.run(composed("export"))
