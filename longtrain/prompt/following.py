@@ -83,10 +83,11 @@ def fit_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> list
 
 def window_takes_minutes(cfg: DictConfig) -> bool:
     """Whether the target is a GGUF file that is yet to be dequantised, before which its window is unknown."""
-    from longtrain.targets.stored.gguf import is_dequantised
+    if (file := _gguf_file(cfg)) is None:
+        return False
+    from longtrain.targets.stored.gguf import is_dequantised  # which imports numpy
 
-    file = _gguf_file(cfg)
-    return file is not None and not is_dequantised(file)
+    return not is_dequantised(file)
 
 
 def _gguf_file(cfg: DictConfig) -> Path | None:
