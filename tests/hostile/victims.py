@@ -194,7 +194,7 @@ def _read_run(folder: Path) -> Any:
     settings = export._settings(trained, asked)
     config = export._config(methods.get(settings["method"]["name"]), settings["method"])
     export._same_settings(saved, settings["method"], trained)
-    facts = export._facts(trained, settings, home=folder, step=saved.step)
+    facts = export._facts(trained, settings, home=folder, step=saved.step, trust=False)
     del facts["export"]  # of this moment
     return [asdict(config), facts, hashed(checkpoint.trained_tensors(path))]
 
