@@ -192,6 +192,11 @@ def read_sealed(path: Path) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict) or CHECKSUM not in content:
         raise ValueError("it has no checksum of its own content")
+    return _unsealed(content)
+
+
+def _unsealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Take the checksum out of a sealed file's values, and compare it with them."""
     if content.pop(CHECKSUM) != json_sha256(content):
         raise ValueError("it was changed since it was written (the checksum of its content differs)")
     return content
@@ -211,7 +216,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     if CHECKSUM in content:
-        return read_sealed(path)
+        return _unsealed(content)
     log.warning(
         "%s was written by an earlier longtrain, without a checksum; it is taken as it is, and nothing shows "
         "whether it was edited since",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longtrain.errors import ConfigError
@@ -59,8 +58,3 @@ def named(name: str, key: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"{key}={name}; known: {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def all_named(names: Sequence[str], key: str) -> list[Gpu]:
-    """The different entries of `GPUS` that a list names; see `named`."""
-    return [named(name, key) for name in dict.fromkeys(names)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,7 +310,7 @@ def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int, tr
 
 def _manifest(home: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The manifest of the data that a run was trained on; empty if it is gone."""
-    made = sorted((home / "data").glob(f"{data.get('name')}-*/manifest.json"))
+    made = sorted((home / "data").glob(f"{escape(str(data.get('name')))}-*/manifest.json"))
     for manifest in (read_manifest(file.parent) for file in made):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
             return manifest

@@ -352,7 +352,7 @@ def _refuse_reduced(backend: str, found: Sequence[dict[str, Any]]) -> None:
     """Refuse an all-reduce that failed or did not end somewhere.
 
     Raises:
-        LongtrainError: the first rank of which this is so.
+        LongtrainError: it did on some rank; the message names the lowest of them.
     """
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     debug = "; NCCL_DEBUG=INFO shows what it tries" if backend == "nccl" else ""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from longtrain.bench.first_token import theory
-from longtrain.costs.hardware import GPUS, all_named, gpu_called
+from longtrain.costs.hardware import GPUS, gpu_called
 from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes, Work
-from longtrain.errors import ConfigError
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.cost import adapter, second_pass
 from longtrain.systems import parse
@@ -95,12 +94,6 @@ def test_a_phase_is_bound_by_the_slower_of_arithmetic_and_memory() -> None:
     assert Work(0, 0.9 * 3.35e12).ms(H100) == pytest.approx(1000)
     assert (Work(1.0, 2e12) + Work(1.0, 1e12)).ms(H100) == Work(2.0, 3e12).ms(H100)
     assert Work(0, 1e12).ms(GPUS["H200"]) < Work(0, 1e12).ms(H100)
-
-
-def test_data_sheets_are_named_once() -> None:
-    assert all_named(["H100", "H200", "H100"], "gpus") == [H100, GPUS["H200"]]
-    with pytest.raises(ConfigError, match="gpus=B9000; known: H100, H200"):
-        all_named(["B9000"], "gpus")
 
 
 @pytest.mark.parametrize(
