@@ -1,6 +1,7 @@
-"""Measurements behind the tables of recipes/results; they are part of a checkout and not of the package."""
+"""Benchmarks behind the tables of recipes/results; they are in the repository, but not in the package."""
 
 SUITES = {
+    "cycle_parts": "benchmarks.cycle_parts",
     "elastic": "benchmarks.elastic.suite",
     "importance": "benchmarks.importance_kernels",
     "kernels": "benchmarks.decoding_attention",
@@ -10,4 +11,4 @@ SUITES = {
     "roofline": "benchmarks.roofline",
     "rows": "benchmarks.rows",
 }
-"""Name of a measurement -> the module that holds its `BENCH`, as in `longtrain.bench.suites`."""
+"""Name of a benchmark -> module with its `BENCH`, as in `longtrain.bench.suites`."""

@@ -11,7 +11,7 @@ CONF = Path(__file__).parent / "conf"
 
 
 def main() -> None:
-    """Measure what the first word names; the others are keys, as for `longtrain bench`."""
+    """Run the benchmark that the first word names; the other words are keys, as for `longtrain bench`."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in SUITES:
         known = ", ".join(SUITES)

@@ -1,8 +1,8 @@
-"""Stock attention that the project's kernels are held against, on a dense cache whose length the host knows.
+"""Attention of PyTorch as baselines for longtrain's kernels, on a dense cache whose length the host knows.
 
-`exact` baselines compute what the kernel computes; the others leave out the mask among the new rows, and are
-therefore too fast by what it costs.
-Shapes: T new rows, S keys in front of them, H query heads, G KV heads, D head dim, R = T * H/G packed rows.
+Exact baselines compute the same as the kernel; the others omit the mask among the new tokens, and are
+therefore faster than possible.
+Shapes: T new tokens, S cached keys, H query heads, G KV heads, D head dim, R = T * H/G packed rows.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from longtrain.kernels.attention.split import split_attention
 BaselineName = Literal["flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex"]
 NAMES: tuple[BaselineName, ...] = get_args(BaselineName)
 ON_CPU = tuple(name for name in NAMES if name not in ("cudnn", "flex"))
-"""Baselines that a CPU serves."""
+"""Baselines that run on a CPU."""
 
 
 @dataclass(frozen=True)
 class StockInputs:
-    """One attention call over `keys` cached keys and the T new rows' own behind them.
+    """Inputs of an attention call over `keys` cached keys and the keys of the T new tokens.
 
     Args:
         q_BHTD: queries.
         k_BGSD: keys, S = keys + T.
         v_BGSD: values.
-        keys: cached rows.
-        visible_BTT: which of their own keys rows see.
+        keys: number of cached keys.
+        visible_BTT: mask among the new tokens.
     """
 
     q_BHTD: Tensor
@@ -49,11 +49,11 @@ class StockInputs:
 
 
 Attention = Callable[[Tensor, Tensor], Tensor]
-"""Keys and values -> output."""
+"""Function of keys and values that returns the output."""
 
 
 def attention_of(name: str, x: StockInputs) -> tuple[Attention, bool]:
-    """A baseline as a function of keys and values, and whether it is exact.
+    """Return a baseline as a function of keys and values, and True if it is exact.
 
     Raises:
         KeyError: no such baseline.
@@ -69,7 +69,7 @@ def attention_of(name: str, x: StockInputs) -> tuple[Attention, bool]:
 
 
 def _fused(backend: SDPBackend, q: Tensor, x: StockInputs) -> Attention:
-    """Torch's attention without a mask, by one backend."""
+    """Return PyTorch's attention without a mask, with one backend."""
     shared = q.shape[1] != x.k_BGSD.shape[1]  # heads of packed rows are those of keys
 
     def run(k: Tensor, v: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _fused(backend: SDPBackend, q: Tensor, x: StockInputs) -> Attention:
 
 
 def _split(x: StockInputs) -> Attention:
-    """Packed flash over the cached keys, a small masked product over the rows' own, and their merge."""
+    """Return packed flash attention over the cached keys, merged with masked attention over the new ones."""
     q_BGRD = _pack(x)
     group = x.q_BHTD.shape[1] // x.k_BGSD.shape[1]
     visible_B1RC = x.visible_BTT.repeat(1, group, 1)[:, None]
@@ -93,7 +93,7 @@ def _split(x: StockInputs) -> Attention:
 
 
 def _flex(x: StockInputs) -> Attention:
-    """FlexAttention, compiled; it fails to lower for many rows."""
+    """Return compiled FlexAttention, which fails to compile for many tokens."""
     from torch.nn.attention import flex_attention as flex
 
     visible_BTT, keys = x.visible_BTT, x.keys
@@ -109,6 +109,6 @@ def _flex(x: StockInputs) -> Attention:
 
 
 def _pack(x: StockInputs) -> Tensor:
-    """The query heads of a KV head as rows: K and V are read once for all of them."""
+    """Pack the query heads of a KV head as rows, so that K and V are read once for all of them."""
     B, _, _, D = x.q_BHTD.shape
     return x.q_BHTD.reshape(B, x.k_BGSD.shape[1], -1, D)

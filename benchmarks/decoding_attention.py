@@ -1,8 +1,8 @@
-"""Milliseconds a layer of the decoding attention kernels, beside the fastest stock attention of their shape.
+"""Milliseconds per layer of the decoding attention kernels, compared with PyTorch's fastest attention.
 
-Kernels are replayed in a CUDA graph on rotating inputs, so that neither the host nor a warm cache is in the
-figures. `of_read` is a kernel's bytes a second over the most that a plain reduction reads on this device.
-Shapes: T new rows, S cached keys, H query heads, G KV heads, D head dim.
+Kernels are replayed in a CUDA graph on rotating inputs, so that neither host time nor a warm cache affects
+the result. `of_read` is a kernel's bytes per second divided by those of a plain reduction on the device.
+Shapes: T new tokens, S cached keys, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import attention_baselines as stock
+from benchmarks import drawing, replay
 from benchmarks.operators import RandomInputs, bandwidth, bound, distance, replayed
 from longtrain import plots
 from longtrain.bench import clock
@@ -49,9 +50,9 @@ COLUMNS = {
 }
 
 BITS = {"dense": None, "int8": 8, "int4": 4}
-"""Caches: rows in the model's dtype, or the hierarchical cache read at 8 or 4 bits."""
+"""Caches: the model's dtype, or the hierarchical cache read at 8 or 4 bits."""
 RECENT = 192
-"""Rows of a hierarchical cache that lie in its ring: what it holds on average."""
+"""Tokens in the ring buffer of a hierarchical cache: its average."""
 
 CUDA_CELLS = (
     ("dense", 1, "32k"), ("int4", 1, "32k"), ("dense", 1, "128k"), ("int4", 1, "128k"), ("int4", 1, "256k"),
@@ -81,15 +82,15 @@ class KernelsSettings:
     """The keys of `suite=kernels`.
 
     Args:
-        dtype: the type of queries, dense rows and the ring.
+        dtype: dtype of queries, of dense caches and of the ring buffer.
         heads: query heads and KV heads.
-        head_dim: the size of a head.
-        cells: cache, new rows and cached keys of each call; calls of one shape share their baselines.
-        mha_heads: query heads of a second round, as many as KV heads; None: there is no such round.
+        head_dim: size of a head.
+        cells: cache, new tokens and cached keys of each call; calls of one shape share their baselines.
+        mha_heads: heads of a second round with as many query heads as KV heads; None: no such round.
         mha_cells: the calls of that round.
-        baselines: stock attention to compare with.
-        candidates: also time the tiles that the kernels do not choose by themselves.
-        repeats: replays counted.
+        baselines: PyTorch attention to compare with.
+        candidates: also time the tile sizes that the kernels would not choose.
+        repeats: counted replays.
     """
 
     dtype: Dtype
@@ -108,7 +109,7 @@ class KernelsSettings:
 
     @property
     def calls(self) -> list[AttentionCall]:
-        """What is measured."""
+        """Return the measured calls."""
         rounds = [(self.heads, self.cells)]
         if self.mha_heads is not None:
             rounds.append(((self.mha_heads, self.mha_heads), self.mha_cells))
@@ -127,8 +128,8 @@ class AttentionCall:
         cache: a key of `BITS`.
         heads: query heads.
         kv_heads: KV heads.
-        rows: new rows; a chain up to 7, a random tree from 8 on.
-        keys: cached rows.
+        rows: new tokens; up to 7 they are a chain, from 8 on a random tree.
+        keys: cached keys.
         head_dim: size of a head.
     """
 
@@ -141,7 +142,7 @@ class AttentionCall:
 
     @property
     def bytes(self) -> int:
-        """Least bytes that the call reads: keys, values and what belongs to their codes."""
+        """Least bytes that the call reads: keys and values, or their codes with scales and zero points."""
         if self.cache == "dense":
             return 4 * self.kv_heads * self.keys * self.head_dim
         planes = 1 if self.cache == "int4" else 2
@@ -151,17 +152,17 @@ class AttentionCall:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products."""
+        """Floating-point operations of both products."""
         return 4 * self.heads * self.rows * (self.keys + self.rows) * self.head_dim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the call has in common with others of the same baselines."""
+        """Key of calls that share the same baselines."""
         return (self.heads, self.kv_heads, self.rows, self.keys, self.head_dim)
 
 
 def run(settings: KernelsSettings, context: Context) -> Iterator[Row]:
-    """One row a call, as they are ready; what does not fit in memory says so."""
+    """Yield a row for each call; one that does not fit in memory has `failed`."""
     inputs = RandomInputs(context.device, getattr(torch, settings.dtype), context.seed)
     by_shape: dict[tuple[int, ...], Row] = {}
     for call in settings.calls:
@@ -176,13 +177,13 @@ def run(settings: KernelsSettings, context: Context) -> Iterator[Row]:
             "bytes": call.bytes,
             "flops": call.flops,
         }
-        yield clock.filled(about, _figures(call, settings, inputs, about, by_shape), context.device)
+        yield clock.filled(about, _metrics(call, settings, inputs, about, by_shape), context.device)
 
 
-def _figures(
+def _metrics(
     call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs, about: Row, by_shape: dict[Any, Row]
 ) -> Iterator[Row]:
-    """Times of the kernel, and of stock attention, which `by_shape` keeps for other calls of the shape."""
+    """Time the kernel and PyTorch's attention; `by_shape` caches the latter for calls of the same shape."""
     found = _kernel(call, settings, inputs)
     ms = found["ms"]["median"]
     yield {**found, **bandwidth(call.bytes, ms, inputs.device), "share_of_bound": about["bound_ms"] / ms}
@@ -193,17 +194,17 @@ def _figures(
 
 
 def _kernel(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs) -> Row:
-    """Time of the kernel, of its other tiles if asked for, and how far it is from its torch twin."""
+    """Time the kernel (and other tile sizes), and compare it with its PyTorch reference implementation."""
     device, bits = inputs.device, BITS[call.cache]
-    copies = clock.copies_of(call.bytes, device)
+    copies = replay.copies_of(call.bytes, device)
     q_BHTD = inputs.normal(1, call.heads, call.rows, call.head_dim)
     mask, _ = _mask(call, device)
     options: dict[str, Any] = {"scale": call.head_dim**-0.5}
     kernel: Any = tree_attention
-    twin: Any = plain_tree_attention
+    reference: Any = plain_tree_attention
     layers_of = _dense_layers
     if bits is not None:
-        kernel, twin, layers_of = hier_attention, plain_hier_attention, _quantised_layers
+        kernel, reference, layers_of = hier_attention, plain_hier_attention, _quantised_layers
         options["bits"] = bits
     layers, lens = layers_of(call, inputs, copies)
 
@@ -215,7 +216,7 @@ def _kernel(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs
         how = {"copies": copies, "repeats": settings.repeats}
         return {"ms": replayed(lambda i: called(operator, i, **more), device, **how)}
 
-    gap = distance(called(kernel, 0), called(twin, 0))
+    gap = distance(called(kernel, 0), called(reference, 0))
     found = {**timed(kernel), "copies": copies, "relative_difference": gap}
     if settings.candidates and device.type == "cuda":
         launch, tiles = _tiles(call, inputs)
@@ -226,7 +227,7 @@ def _kernel(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs
 
 
 def _tiles(call: AttentionCall, inputs: RandomInputs) -> tuple[Any, Sequence[Any]]:
-    """The launch that takes a tile, and the tiles that it could choose."""
+    """Return the launch function that takes a tile size, and the available tile sizes."""
     bits, group = BITS[call.cache], call.heads // call.kv_heads
     if bits is None:
         from longtrain.kernels.tree_attention import launch
@@ -239,14 +240,14 @@ def _tiles(call: AttentionCall, inputs: RandomInputs) -> tuple[Any, Sequence[Any
 
 
 def _dense_layers(call: AttentionCall, inputs: RandomInputs, copies: int) -> tuple[list[Any], Any]:
-    """Random keys and values, one pair a copy, and how many of their rows count."""
+    """Return random keys and values, one pair for each copy, and their valid length."""
     shape = (1, call.kv_heads, call.keys + call.rows, call.head_dim)
     caches = [(inputs.normal(*shape), inputs.normal(*shape)) for _ in range(copies)]
     return caches, torch.tensor([call.keys], device=inputs.device)
 
 
 def _quantised_layers(call: AttentionCall, inputs: RandomInputs, copies: int) -> tuple[list[Any], Any]:
-    """Random planes and rings, one pair a copy, and how many of their rows count."""
+    """Return random quantised planes and ring buffers, one pair for each copy, and their valid length."""
     device, blocks = inputs.device, (call.keys - RECENT) // layout.BLOCK
     sizes: Any = {"n_layers": copies, "batch": 1, "n_kv_heads": call.kv_heads, "head_dim": call.head_dim}
     planes = layout.new_planes(**sizes, blocks=blocks, split=layout.Split.FLOOR, device=device)
@@ -267,9 +268,9 @@ def _quantised_layers(call: AttentionCall, inputs: RandomInputs, copies: int) ->
 
 
 def _baselines(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs) -> Row:
-    """Times of stock attention over a dense cache of the call's shape, by name."""
+    """Time PyTorch's attention over a dense cache of the call's shape, by name."""
     device = inputs.device
-    copies = clock.copies_of(replace(call, cache="dense").bytes, device)
+    copies = replay.copies_of(replace(call, cache="dense").bytes, device)
     caches, _ = _dense_layers(call, inputs, copies)
     k_BGSD, v_BGSD = caches[0]
     q_BHTD = inputs.normal(1, call.heads, call.rows, call.head_dim)
@@ -284,8 +285,8 @@ def _baselines(call: AttentionCall, settings: KernelsSettings, inputs: RandomInp
 
 
 def _or_failed(work: Callable[[], Row], device: torch.device) -> Row:
-    """What was measured, or why it cannot be: a tile may ask for more than the device has, and a backend that
-    does not serve a shape says so in its own words.
+    """Return the measurement, or the error: a tile may need more shared memory than the device has, and a
+    backend may not support a shape.
     """
     row: Row = {}
     with clock.may_fail(row, device, Exception):
@@ -294,7 +295,7 @@ def _or_failed(work: Callable[[], Row], device: torch.device) -> Row:
 
 
 def _against(baselines: Row, ms: float) -> Row:
-    """The fastest baseline that computes the same thing, and the fastest that leaves out the mask."""
+    """Compare with the fastest exact baseline, and with the fastest without the mask."""
     row: Row = {"baselines": baselines}
     for title, exact in (("best", True), ("unmasked", False)):
         times = {name: x["ms"]["median"] for name, x in baselines.items() if x.get("exact") is exact}
@@ -305,7 +306,7 @@ def _against(baselines: Row, ms: float) -> Row:
 
 
 def _mask(call: AttentionCall, device: torch.device) -> tuple[Tensor | Causal, Tensor]:
-    """The mask as the kernel takes it and as visible_BTT."""
+    """Return the mask in the kernel's form and as visible_BTT."""
     T = call.rows
     visible_TT = torch.ones(T, T, dtype=torch.bool).tril()
     if T < 8:
@@ -317,13 +318,13 @@ def _mask(call: AttentionCall, device: torch.device) -> tuple[Tensor | Causal, T
 
 
 def pictures(rows: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """`kernels.png`: a group of bars a call, on a logarithmic axis; nothing where nothing was measured."""
+    """Draw `kernels.png`: a group of bars for each call, on a log axis; empty without measurements."""
     rows = [row for row in rows if "ms" in row]
     if not rows:
         return {}
     figure, (axes,) = plots.panels(1, size=(2 + 0.9 * len(rows), 4.2))
     places = range(len(rows))
-    found = [plots.of_spread(row["ms"]) for row in rows]
+    found = [drawing.of_spread(row["ms"]) for row in rows]
     middle = [one["value"] for one in found]
     axes.bar([x - 0.2 for x in places], middle, 0.4, yerr=plots.arms(found), capsize=2, label="kernel")
     best = [row.get("best", {}).get("ms", float("nan")) for row in rows]

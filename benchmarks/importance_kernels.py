@@ -1,6 +1,6 @@
-"""Milliseconds a layer of the importance kernels, beside their torch twins and what the hardware allows.
+"""Milliseconds per layer of the importance kernels, their PyTorch references, and the hardware's bound.
 
-Shapes: N observing rows, T prompt keys, H query heads, G KV heads, D head dim.
+Shapes: N observing queries, T prompt keys, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from benchmarks import replay
 from benchmarks.operators import RandomInputs, Shape, bound
 from longtrain.bench import clock
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
@@ -35,13 +36,13 @@ COLUMNS = {
 }
 
 PRODUCTS = {"suffix_lse": 1, "importance": 1, "suffix_attention": 2, "suffix_attention backward": 4}
-"""Calls, and the products of rows x keys x head dim that each cannot do without."""
+"""Call -> number of products of size queries x keys x head dim that it needs."""
 
 MOST_SUFFIX_ROWS = 128
-"""Lookahead rows run through `suffix_attention`; more rows than this are a response, which is only scored."""
+"""Up to so many queries are lookahead tokens (`suffix_attention`); more are a response (scored only)."""
 
 WARMUP = 3
-"""Calls that are not counted."""
+"""Number of uncounted calls."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class ImportanceSettings:
 
     Args:
         shape: the model whose heads are measured.
-        dtype: the type of queries, keys and values.
-        cells: observing tokens and prompt keys of each measurement.
+        dtype: dtype of queries, keys and values.
+        cells: observing queries and prompt keys of each measurement.
         repeats: timed calls of each kernel.
     """
 
@@ -66,12 +67,12 @@ class ImportanceSettings:
 
 
 Outputs = Callable[[int], tuple[Tensor, ...]]
-"""An operator on the i-th copy of the keys."""
+"""Function that runs an operator on the i-th copy of the keys."""
 
 
 @dataclass(frozen=True)
 class ObservedPrompt:
-    """Random inputs of all calls of one size: observing rows behind a prompt, and gradients for backward."""
+    """Random inputs for all calls of one size: observing queries after a prompt, and output gradients."""
 
     q_NHD: Tensor
     own_k_NGD: Tensor
@@ -92,14 +93,14 @@ def measure(
     *,
     repeats: int,
 ) -> Iterator[Row]:
-    """One row a cell and call, as they are ready; what does not fit in memory says so.
+    """Yield a row for each cell and call; one that does not fit in memory has `failed`.
 
     Args:
-        context: the device.
-        dtype: the type of queries, keys and values.
-        info: the sizes of the model whose heads they have.
-        cells: (rows, keys) pairs.
-        repeats: calls counted.
+        context: the suite's context.
+        dtype: dtype of queries, keys and values.
+        info: the model, for its heads.
+        cells: (queries, keys) pairs.
+        repeats: counted calls.
     """
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
     inputs = RandomInputs(context.device, dtype)
@@ -112,13 +113,13 @@ def measure(
             flops = 2 * PRODUCTS[call] * H * N * T * D
             limits = {**bound(moved, flops, context), "bound_bytes": moved, "bound_flops": flops}
             about = {"rows": N, "keys": T, "call": call, "heads": [H, G], **limits}
-            yield clock.filled(about, _figures(call, about, prompt, context.device, repeats), context.device)
+            yield clock.filled(about, _metrics(call, about, prompt, context.device, repeats), context.device)
 
 
-def _figures(
+def _metrics(
     call: str, about: Row, prompt: Callable[[], ObservedPrompt], device: torch.device, repeats: int
 ) -> Iterator[Row]:
-    """Times of a kernel and of its torch twin, and how far they are apart."""
+    """Time a kernel and its PyTorch reference, and measure their distance."""
     fast, plain = _work(call, importance, prompt()), _work(call, reference, prompt())
     pairs = zip(fast(0), plain(0), strict=True)
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
@@ -134,7 +135,7 @@ def _figures(
 
 
 def _work(call: str, ops: Any, x: ObservedPrompt) -> Outputs:
-    """A call of one implementation."""
+    """Return a call of one implementation."""
     copies, how = len(x.k_BTGD), {"scale": x.scale}
     if call == "suffix_lse":
         return lambda i: (ops.suffix_lse(x.q_NHD, x.own_k_NGD, x.k_BTGD[i % copies], x.spans, **how),)
@@ -161,8 +162,8 @@ def _prompt(inputs: RandomInputs, info: Sizes, n_rows: int, n_keys: int) -> Obse
     inputs.restart()
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
     size = 2 * n_keys * G * D * inputs.dtype.itemsize
-    copies = clock.copies_of(size, inputs.device)
-    # as a cache hands them out: heads before slots in memory
+    copies = replay.copies_of(size, inputs.device)
+    # memory layout of a cache: heads before positions
     keys, values = ([inputs.normal(1, G, n_keys, D).transpose(1, 2) for _ in range(copies)] for _ in range(2))
     return ObservedPrompt(
         inputs.normal(n_rows, H, D),
@@ -178,7 +179,7 @@ def _prompt(inputs: RandomInputs, info: Sizes, n_rows: int, n_keys: int) -> Obse
 
 
 def run(settings: ImportanceSettings, context: Context) -> Iterator[Row]:
-    """The importance kernels of every cell."""
+    """Measure the importance kernels at every cell."""
     sizes = Sizes.of_keys(shape_keys(settings.shape))
     dtype: torch.dtype = getattr(torch, settings.dtype)
     yield from measure(context, dtype, sizes, settings.cells, repeats=settings.repeats)

@@ -1,9 +1,9 @@
-"""Milliseconds of a decoding step's linear layers on a few rows, beside torch's own products.
+"""Milliseconds of a decoding step's linear layers on a few tokens, compared with PyTorch's products.
 
 The baselines are torch's product (and SwiGLU where the kernel does both) for 16-bit weights and torch's
 tinygemm operation for 4-bit ones. Weights rotate through more than the L2 cache in a CUDA graph; `of_read` is
 their bytes a second over the most that a plain reduction reads on this device.
-Shapes: N rows, K input features, F output features.
+Shapes: N tokens, K input features, F output features.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from benchmarks import replay
 from benchmarks.operators import RandomInputs, Shape, bandwidth, distance, replayed
 from longtrain.bench import clock
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
@@ -42,9 +43,9 @@ COLUMNS = {
 GROUP = 128
 """Input features of 4-bit weights that share a scale."""
 GATES = "gate_up"
-"""The layer that ends in SwiGLU."""
+"""Name of the layer that ends in SwiGLU."""
 Product = Callable[[Tensor, int], Tensor]
-"""(rows, number of the copy of the weights) -> a product."""
+"""(inputs, index of the copy of the weights) -> a product."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class LinearsSettings:
 
     Args:
         shape: the model whose layers are measured.
-        weights: weights in the rows' dtype, and in 4 bits.
-        rows: counts of rows.
-        repeats: replays counted.
+        weights: kinds of weights: in the inputs' dtype, and in 4 bits.
+        rows: numbers of tokens.
+        repeats: counted replays.
     """
 
     shape: Shape
@@ -65,7 +66,7 @@ class LinearsSettings:
 
 
 def layers_of(size: Sizes) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Output and input features of a model's layers as kernels take them, and how often a step uses each."""
+    """Return output and input features of a model's fused linears, and how often a step uses each."""
     E, heads = size.hidden_size, size.n_heads * size.head_dim
     layers = {
         "qkv": (heads + 2 * size.n_kv_heads * size.head_dim, E),
@@ -78,7 +79,7 @@ def layers_of(size: Sizes) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
 
 
 def run(settings: LinearsSettings, context: Context) -> Iterator[Row]:
-    """One row a layer, kind of weights and count of rows; then a step of all layers."""
+    """Yield a row for each layer, kind of weights and number of tokens; then for a step of all layers."""
     inputs = RandomInputs.usual(context)
     layers, per_step = layers_of(Sizes.of_keys(shape_keys(settings.shape)))
     for kind in settings.weights:
@@ -88,7 +89,7 @@ def run(settings: LinearsSettings, context: Context) -> Iterator[Row]:
             weights = WEIGHTS[kind](inputs, F, K, gated=name == GATES)
             for N in settings.rows:
                 about = {"weights": kind, "layer": name, "shape": f"{F} x {K}", "rows": N}
-                parts = _figures(weights, inputs, inputs.normal(N, K), settings.repeats)
+                parts = _metrics(weights, inputs, inputs.normal(N, K), settings.repeats)
                 found.append(clock.filled(about, parts, context.device))
                 yield found[-1]
             del weights
@@ -101,15 +102,15 @@ def run(settings: LinearsSettings, context: Context) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's weights in copies that take turns.
+    """Copies of a layer's weights, used in turn.
 
     Args:
-        bytes: of one copy.
-        copies: how many there are.
-        gated: whether the layer ends in SwiGLU.
-        kernel: the layer's output by the project's kernel.
-        stock: torch's product, SwiGLU left out; None where it has none.
-        exact_FK: the weights as numbers.
+        bytes: bytes of one copy.
+        copies: number of copies.
+        gated: True if the layer ends in SwiGLU.
+        kernel: computes the layer's output with longtrain's kernel.
+        stock: computes PyTorch's product, without SwiGLU; None: PyTorch has none.
+        exact_FK: the dequantised weights.
     """
 
     bytes: float
@@ -120,8 +121,8 @@ class LayerWeights:
     exact_FK: Tensor
 
 
-def _figures(weights: LayerWeights, inputs: RandomInputs, x_NK: Tensor, repeats: int) -> Iterator[Row]:
-    """Times of the kernel and of torch's product on some rows, and the kernel's distance from fp32."""
+def _metrics(weights: LayerWeights, inputs: RandomInputs, x_NK: Tensor, repeats: int) -> Iterator[Row]:
+    """Time the kernel and PyTorch's product, and measure the kernel's distance from fp32."""
     device, copies, gated = inputs.device, weights.copies, weights.gated
     ms = replayed(lambda i: weights.kernel(x_NK, i), device, copies=copies, repeats=repeats)
     exact = linear(x_NK.float(), weights.exact_FK.float())
@@ -137,7 +138,7 @@ def _figures(weights: LayerWeights, inputs: RandomInputs, x_NK: Tensor, repeats:
 
 
 def _step(weights: str, N: int, rows: list[Row], per_step: dict[str, int]) -> Row:
-    """All linear layers of a decoding step, as the sum of their times."""
+    """Return the row of a decoding step, as the sum of its linear layers' times."""
 
     def total(key: str) -> dict[str, float]:
         return {
@@ -156,9 +157,9 @@ def _step(weights: str, N: int, rows: list[Row], per_step: dict[str, int]) -> Ro
 
 
 def _dense(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
-    """Weights in the rows' dtype."""
+    """Build weights in the inputs' dtype."""
     size = F * K * inputs.dtype.itemsize
-    copies = clock.copies_of(size, inputs.device)
+    copies = replay.copies_of(size, inputs.device)
     held = [inputs.normal(F, K) * K**-0.5 for _ in range(copies)]
     kernel = small_swiglu if gated else small_linear
     return LayerWeights(
@@ -167,10 +168,10 @@ def _dense(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights
 
 
 def _int4(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
-    """Weights in 4 bits; torch's operation is there on CUDA alone."""
+    """Build 4-bit weights; PyTorch's operator exists only on CUDA."""
     source = nn.Linear(K, F, bias=False, device=inputs.device, dtype=inputs.dtype).requires_grad_(False)
     first = int4_linear.Int4Linear(source, GROUP)
-    copies = clock.copies_of(first.bytes(), inputs.device)
+    copies = replay.copies_of(first.bytes(), inputs.device)
     held = [first, *(deepcopy(first) for _ in range(copies - 1))]
     exact_FK = first.written_out(torch.float32)
     stock = _tinygemm(F, K, copies) if inputs.device.type == "cuda" else None
@@ -180,7 +181,7 @@ def _int4(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
 
 
 def _tinygemm(F: int, K: int, copies: int) -> Product:
-    """Torch's own operation on random codes in its own order of bytes."""
+    """Return PyTorch's tinygemm operator with random codes in its own layout."""
     group = int4_linear.group_of(K, GROUP)
     rows = -(-F // 8) * 8
     codes = torch.randint(0, 256, (rows, K // 2), dtype=torch.uint8, device="cuda")

@@ -1,9 +1,9 @@
-"""Milliseconds that a prompt's keys and values take on their way into the quantised cache, all layers.
+"""Milliseconds to write a prompt's keys and values into the quantised cache, over all layers.
 
-Everything that happens to them beside the forward is in it: blocks are quantised, the newest rows go to the
-ring, and the host looks once, at the end, whether every number had a code. Beside it the same rows are copied
-into a plain cache. Two sets of random rows take turns, so that none is found in the L2 cache.
-Shapes: S prompt tokens, G KV heads, D head dim.
+This includes everything besides the forward: blocks are quantised, the newest tokens go into the ring buffer,
+and at the end the host checks once that every number was representable. For comparison the same keys and
+values are copied into a plain cache. Two sets of random inputs alternate, so that they are not in the L2
+cache. Shapes: S prompt tokens, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class QuantiseSettings:
     """The keys of `suite=quantise`.
 
     Args:
-        shape: the model whose layers and heads are filled.
-        lengths: prompt tokens.
-        splits: how codes fall into the two planes.
-        repeats: prompts counted.
+        shape: the model, for its layers and heads.
+        lengths: prompt lengths in tokens.
+        splits: how codes are split into the two 4-bit planes.
+        repeats: counted prompts.
     """
 
     shape: Shape
@@ -56,10 +56,10 @@ class QuantiseSettings:
 
 
 def run(settings: QuantiseSettings, context: Context) -> Iterator[Row]:
-    """One row a length and split, as they are ready; what does not fit in memory says so.
+    """Yield a row for each length and split; one that does not fit in memory has `failed`.
 
     Raises:
-        ConfigError: an unknown shape, or heads that the quantised cache does not serve.
+        ConfigError: the shape is unknown, or the quantised cache does not support its heads.
     """
     size = Sizes.of_keys(shape_keys(settings.shape))
     check_shape(n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, head_dim=size.head_dim)
@@ -67,14 +67,14 @@ def run(settings: QuantiseSettings, context: Context) -> Iterator[Row]:
     for length in settings.lengths:
         copied: Row = {}
         for split in settings.splits:
-            parts = _figures(size, inputs, length, split, settings.repeats, copied)
+            parts = _metrics(size, inputs, length, split, settings.repeats, copied)
             yield clock.filled({"prompt_tokens": length, "split": split.value}, parts, context.device)
 
 
-def _figures(
+def _metrics(
     size: Sizes, inputs: RandomInputs, length: int, split: Split, repeats: int, copied: Row
 ) -> Iterator[Row]:
-    """Figures of one length and split; `copied` holds those of the plain cache, once they are measured."""
+    """Yield the metrics of one length and split; `copied` stores the plain cache's, once measured."""
     yield _quantised(size, inputs, length, split, repeats)
     clock.release(inputs.device)
     if not copied:
@@ -83,7 +83,7 @@ def _figures(
 
 
 def _quantised(size: Sizes, inputs: RandomInputs, length: int, split: Split, repeats: int) -> Row:
-    """Prompts on their way into the quantised cache."""
+    """Time writing prompts into the quantised cache."""
     cache = _cache(HierarchicalCache, size, inputs, length, max_nodes=1, n_heads=size.n_heads, split=split)
     rows = _rows(size, inputs, length)
     n_B = torch.tensor([length], device=inputs.device)
@@ -109,7 +109,7 @@ def _quantised(size: Sizes, inputs: RandomInputs, length: int, split: Split, rep
 
 
 def _copied(size: Sizes, inputs: RandomInputs, length: int, repeats: int) -> Row:
-    """Milliseconds of the same rows on their way into a plain cache."""
+    """Time writing the same prompts into a plain cache, in milliseconds."""
     cache = _cache(DenseCache, size, inputs, length, max_nodes=0)
     rows = _rows(size, inputs, length)
 
@@ -121,14 +121,14 @@ def _copied(size: Sizes, inputs: RandomInputs, length: int, repeats: int) -> Row
 
 
 def _rows(size: Sizes, inputs: RandomInputs, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Two sets of keys and values as the attention hook gives them: tokens before heads in memory."""
+    """Return two sets of keys and values in the attention hook's memory layout: tokens before heads."""
     inputs.restart()
     x = inputs.normal(2, 2, 1, length, size.n_kv_heads, size.head_dim)
     return [(k, v) for k, v in x.transpose(3, 4)]
 
 
 def _cache(kind: type, size: Sizes, inputs: RandomInputs, length: int, **options: Any) -> Any:
-    """An empty cache with room for a prompt."""
+    """Return an empty cache with room for a prompt."""
     return kind(
         n_layers=size.n_layers,
         n_kv_heads=size.n_kv_heads,
@@ -142,7 +142,7 @@ def _cache(kind: type, size: Sizes, inputs: RandomInputs, length: int, **options
 
 
 def _clocked(prompt: Callable[[], None], device: torch.device, repeats: int) -> Row:
-    """Spread of the wall time, from a device at rest to one at rest, after two prompts not counted."""
+    """Return the spread of the wall time with a synchronised device, after two uncounted prompts."""
     timings = [clock.timed(prompt, device) for _ in range(2 + repeats)]
     return clock.spread([one.wall_ms for one in timings[2:]])
 

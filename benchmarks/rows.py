@@ -1,7 +1,7 @@
-"""Does a row of a decoding step come out the same however many rows the step has?
+"""Tests if a token's result in a decoding step depends on the number of tokens in the step.
 
-Where it does, to the last bit, greedy speculation repeats plain decoding exactly. Where it does not, products
-of different shapes round differently, and texts may part where two tokens are nearly as good.
+If results are bitwise equal, greedy speculation reproduces plain decoding exactly. If not, products of
+different shapes round differently, and texts may diverge where two tokens have nearly the same score.
 
 Shapes: B batch (1), T tokens, E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longtrain.bench.cycles import random_heads
+from benchmarks.cycles import random_heads
 from longtrain.bench.suites import Bench, Context, HeldOutWanted, Row
 from longtrain.cache.base import Causal, KVCache
 from longtrain.decoding.captured import CaptureBuffers, can_capture
@@ -25,13 +25,13 @@ from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.settings import Counts, Lengths
 from longtrain.systems import parse
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 STEP_TOKENS = 24
-"""Tokens that are read row by row and in steps."""
+"""Number of tokens that are read one by one and in larger steps."""
 COLUMNS = {
     "cache": "cache",
     "prompt tokens": "context_tokens",
@@ -51,11 +51,11 @@ class RowsSettings:
     """The keys of `suite=rows`.
 
     Args:
-        lengths: prompt tokens, rounded down to whole blocks of the quantised cache and one more.
-        row_counts: rows of the steps that are compared with single rows.
-        split: how the quantised cache's codes fall into two planes.
-        text: held-out text, a file or folder; None: what ships here.
-        kinds: the kinds of text to take from it; empty: all.
+        lengths: prompt lengths, rounded down to one more than whole blocks of the quantised cache.
+        row_counts: tokens of the steps that are compared with single-token steps.
+        split: how the quantised cache's codes are split into the two 4-bit planes.
+        text: held-out text, a file or folder; None: the bundled text.
+        kinds: text kinds to use; empty: all.
     """
 
     lengths: Lengths
@@ -66,7 +66,7 @@ class RowsSettings:
 
 
 def run(settings: RowsSettings, context: Context) -> Iterator[Row]:
-    """One row a length, cache and count of rows: on the quantised cache, and on the plain one.
+    """Yield a row for each length, cache (quantised and plain) and number of tokens.
 
     Raises:
         ConfigError: the target has no tokenizer.
@@ -77,7 +77,7 @@ def run(settings: RowsSettings, context: Context) -> Iterator[Row]:
     entry = parse({"cache": {"name": "int8", "split": settings.split.value}})
     (quantised,) = context.systems(target, entry)
     for length in settings.lengths:
-        whole = max(length // BLOCK, 1) * BLOCK + 1  # then no block is quantised for a while
+        whole = max(length // BLOCK, 1) * BLOCK + 1  # then no block is quantised soon
         wanted = HeldOutWanted(whole, STEP_TOKENS, settings.text, settings.kinds or (), context.seed)
         ids = context.held_out(target, wanted)
         prompt, text = ids[:-STEP_TOKENS], ids[-STEP_TOKENS:]
@@ -90,25 +90,25 @@ def run(settings: RowsSettings, context: Context) -> Iterator[Row]:
 def measure(
     target: Target, parts: Parts, prompt: Sequence[int], text: Sequence[int], *, counts: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Read the same text after a prompt in steps of several rows and row by row, and compare.
+    """Read the same text after a prompt in steps of several tokens and one by one, and compare.
 
     Args:
         target: the frozen model.
-        parts: its cache holds the prompt, in the form that decoding works on; a draft has no part in this.
+        parts: their cache stores the prompt; a draft is not used.
         prompt: token ids.
-        text: the tokens after it; none may be quantised on the way.
-        counts: rows of a step.
+        text: the tokens after it; the cache must not quantise a block within it.
+        counts: tokens of a step.
 
     Returns:
-        For each count: `attention_equal`, whether the first layer's attention is the same for the same
-        queries, keys and values; `layers_equal`, the layers whose output is the same; `first_layer`, the
-        first whose output is not, None where all are; `hidden_difference`, the largest of the final hidden
-        states, over their largest magnitude; `logits_equal` and `logit_difference`; `logit_spacing`, the
+        For each count: `attention_equal`, True if the first layer's attention is equal for equal inputs;
+        `layers_equal`, the number of layers with equal output; `first_layer`, the first layer with another
+        output (None: all are equal); `hidden_difference`, the largest difference of the final hidden states
+        relative to their largest magnitude; `logits_equal` and `logit_difference`; `logit_spacing`, the
         distance of neighbouring numbers of the target's dtype at the largest logits; `same_argmax`, the share
-        of rows.
+        of tokens with the same argmax.
 
     Raises:
-        ConfigError: the cache would change what it keeps within the text.
+        ConfigError: the cache would quantise a block within the text.
     """
 
     def cache() -> KVCache:
@@ -127,7 +127,7 @@ def measure(
 
 
 def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KVCache:
-    """The prompt in a cache as decoding has it."""
+    """Return a cache with the prompt, as used by decoding."""
     stage = CaptureBuffers(target)
     read = prefill(
         target,
@@ -137,24 +137,24 @@ def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KV
         nodes=room,
         evictor=parts.evictor,
     )
-    settled = stage.take_in(read.cache, room=2 * room) if can_capture(read.cache) else read.cache
-    most_B = settled.commit_limit()
+    read_cache = stage.take_in(read.cache, room=2 * room) if can_capture(read.cache) else read.cache
+    most_B = read_cache.commit_limit()
     if most_B is not None and int(most_B.min()) < room:
         raise ConfigError(
             f"{room} tokens after a prompt of {len(prompt)} on a cache that quantises after "
             f"{int(most_B.min())}; pass fewer, or a prompt a little above a multiple of 128 tokens"
         )
-    return settled
+    return read_cache
 
 
 def _steps(target: Target, cache: KVCache, text: Sequence[int], count: int) -> list[Tensor]:
-    """Output of every layer [T, E] and, last, logits [T, V], in steps of `count` rows."""
+    """Return every layer's output [T, E] and, last, the logits [T, V], in steps of `count` tokens."""
     layers = (*range(target.info.n_layers), -1)
     found: list[list[Tensor]] = []
     for first in range(0, len(text), count):
         ids = torch.tensor([list(text[first : first + count])], device=target.device)
         pos_BT = cache.len_B[:, None] + torch.arange(ids.shape[1], device=target.device)
-        step = target.forward(Rows(pos_BT, ids), cache, want=Want("all", hidden=layers))
+        step = target.forward(TokenBatch(pos_BT, ids), cache, outputs=OutputRequest("all", hidden=layers))
         assert step.logits_BTV is not None
         found.append([*(step.hidden[layer][0].clone() for layer in layers), step.logits_BTV[0].clone()])
         cache.commit(None, torch.full_like(cache.len_B, ids.shape[1]))
@@ -175,7 +175,7 @@ def _compare(some: Sequence[Tensor], alone: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _attention_equal(target: Target, cache: Callable[[], KVCache], count: int) -> bool:
-    """Attention of the first layer over random new rows, together and one by one."""
+    """Return True if the first layer's attention over random new tokens is equal together and one by one."""
     info, random = target.info, random_heads(target, 1, count, seed=0)
     q, k, v = random(info.n_heads), random(info.n_kv_heads), random(info.n_kv_heads)
 
@@ -195,7 +195,7 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 
 def _spacing(logits_TV: Tensor) -> float:
-    """Distance of neighbouring numbers at the median of the largest logits."""
+    """Return the distance of neighbouring numbers at the median of the largest logits."""
     top = logits_TV.amax(-1).double().abs().median()
     return float(torch.finfo(logits_TV.dtype).eps * 2.0 ** torch.floor(torch.log2(top)))
 

@@ -1,7 +1,7 @@
-"""Speculation at the shape of a published model with random weights: all work is real, acceptance is given.
+"""Speculative decoding at a published model's shape with random weights and simulated acceptance.
 
-A cell decodes in captured cycles, as the engine does, from a cache of so many tokens. Plain decoding comes
-first; every other row is compared with that of its context and batch.
+A cell decodes in captured cycles, like the engine, from a cache of a given length. Plain decoding comes
+first; every other row is compared with plain decoding of the same context and batch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.acceptance_law import GivenAcceptance
+from benchmarks import drawing, replay
+from benchmarks.acceptance_model import GivenAcceptance
+from benchmarks.cycles import CycleCounts, phase_columns, ready, split, whole
 from benchmarks.speculation_cells import FULL, PLAIN_NAME, CycleCell, CyclesSettings, cells_of
 from longtrain import plots
 from longtrain.bench import clock
-from longtrain.bench.cycles import CycleCounts, phase_columns, random_ids, ready, split, whole
-from longtrain.bench.suites import Bench, Context, Row, shape_keys
-from longtrain.costs.cycle import bound_ms, bytes_read, expected_ms
+from longtrain.bench.suites import Bench, Context, Row, random_ids, shape_keys
+from longtrain.costs import roofline
+from longtrain.costs.cycle import expected_ms
 from longtrain.costs.hardware import GIB
 from longtrain.costs.model import Sizes
-from longtrain.decoding.phases import Phases
+from longtrain.decoding.decode_step import DecodeStep
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.log import get_logger
@@ -67,18 +69,18 @@ STEP_COLUMNS = {
 
 
 def run(settings: CyclesSettings, context: Context) -> Iterator[Row]:
-    """One row a cell, as they are ready.
+    """Yield a row for each cell.
 
     Raises:
-        ConfigError: an entry of `suite.systems` is wrong, or there is less memory than may be used.
-        DataError: `suite.recorded` is not a run's scores.
+        ConfigError: an entry of `suite.systems` is wrong, or the GPU has less than `memory_gib`.
+        DataError: `suite.recorded` is not a file of a run's results.
     """
     cells = cells_of(settings, context)
     limit_memory(settings.memory_gib, context.device)
     read = settings.fill == "prompt"
     counts = CycleCounts(settings.cycles, settings.warmup, context.seed, context.sampling, read)
     if context.cuda:
-        log.info("read_tb_per_s=%.2f", clock.read_bytes_per_s(context.device) * 1e-12)
+        log.info("read_tb_per_s=%.2f", replay.read_bytes_per_s(context.device) * 1e-12)
         if settings.compile_threads:
             log.info("compiling the kernels of %d cells", len(cells))
             thin = context.random_target({**shape_keys(settings.shape), "num_hidden_layers": 1})
@@ -90,7 +92,7 @@ def run(settings: CyclesSettings, context: Context) -> Iterator[Row]:
 
 
 def limit_memory(most_gib: float | None, device: torch.device) -> None:
-    """Let this process have no more GPU memory; what needs more is then out of memory.
+    """Limit the GPU memory of this process; allocations beyond it fail as out of memory.
 
     Raises:
         ConfigError: there is no GPU, or it has less.
@@ -111,7 +113,7 @@ class CellRunner:
 
     Args:
         target: the model.
-        counts: how many cycles, and behind what.
+        counts: numbers of cycles, and how their inputs are made.
         context: see `Context`.
     """
 
@@ -120,7 +122,7 @@ class CellRunner:
     context: Context
 
     def rows(self, cells: Sequence[CycleCell]) -> Iterator[Row]:
-        """One row a cell, compared with plain decoding."""
+        """Yield a row for each cell, compared with plain decoding."""
         rows: list[Row] = []
         for _, group in groupby(cells, key=lambda cell: cell.parts_key):
             parts: Parts | None = None
@@ -133,17 +135,18 @@ class CellRunner:
             clock.release(self.target.device)
 
     def compile(self, cells: Sequence[CycleCell], threads: int) -> None:
-        """Run two cycles of every cell once, so that nothing is compiled while another is timed.
+        """Run two cycles of every cell, so that all kernels are compiled before anything is timed.
 
-        A single layer will do for it. A cell that cannot run is passed over: measuring it says so.
+        A model of a single layer suffices. Cells that cannot run are skipped; measuring them reports the
+        error.
         """
 
         @torch.no_grad()
         def once(cell: CycleCell) -> None:
             try:
-                phases = self.ready(cell, self.parts(cell))
+                decode_step = self.ready(cell, self.parts(cell))
                 for _ in range(2):
-                    phases()
+                    decode_step()
             except (torch.OutOfMemoryError, LongtrainError) as error:
                 log.info("not compiled: %s: %s", cell.name, str(error).splitlines()[0])
 
@@ -152,21 +155,21 @@ class CellRunner:
         clock.release(self.target.device)
 
     def parts(self, cell: CycleCell) -> Parts:
-        """What a cell's entry brings; a draft that is not asked is left out, its weights are given back."""
+        """Return the parts of a cell's entry; an unused draft is dropped and its weights are freed."""
         if cell.entry is None:
             return Parts()
         parts = self.context.systems(self.target, cell.entry)[0].parts
         return parts if cell.drafts else replace(parts, draft=None)
 
-    def ready(self, cell: CycleCell, parts: Parts) -> Phases:
-        """The cycles of a cell, behind a prompt of random ids.
+    def ready(self, cell: CycleCell, parts: Parts) -> DecodeStep:
+        """Return the decode step of a cell, positioned after a prompt of random ids.
 
-        Every sequence has its own order of accepted numbers, and the counted cycles begin with the first.
+        Every sequence has its own order of accepted lengths, and the counted cycles begin with the first.
         """
         counts, judge = self.counts, None
-        if cell.law is not None:
+        if cell.children is not None:
             seeds = [counts.seed + 1000003 * row for row in range(cell.batch)]
-            accepted = [*zip(*(cell.law.lengths(counts.cycles, seed) for seed in seeds), strict=True)]
+            accepted = [*zip(*(cell.children.lengths(counts.cycles, seed) for seed in seeds), strict=True)]
             first = -counts.warmup % len(accepted)
             judge = GivenAcceptance(accepted[first:] + accepted[:first], cell.shape, self.target.device)
         vocab_size, seed = self.target.info.vocab_size, counts.seed + cell.context
@@ -175,43 +178,45 @@ class CellRunner:
 
     @torch.no_grad()
     def measure(self, cell: CycleCell, parts: Parts) -> Row:
-        """Speed, memory and model of one cell; a row with `failed` where it cannot be measured."""
-        row = clock.filled(cell.facts(), self._figures(cell, parts), self.target.device, LongtrainError)
+        """Measure one cell's speed, memory and predicted time; the row has `failed` if this is impossible."""
+        row = clock.filled(cell.facts(), self._metrics(cell, parts), self.target.device, LongtrainError)
         row["weights_gib"] = clock.gib(sum(param.nbytes for param in self.target.parameters()))
         return row
 
-    def _figures(self, cell: CycleCell, parts: Parts) -> Iterator[Row]:
-        """The cycles of a cell, whole and taken apart, and what they should take."""
-        phases, cuda, device = self.ready(cell, parts), self.context.cuda, self.target.device
+    def _metrics(self, cell: CycleCell, parts: Parts) -> Iterator[Row]:
+        """Yield the times of a cell's cycles, as a whole and by phase, and the predicted times."""
+        decode_step, cuda, device = self.ready(cell, parts), self.context.cuda, self.target.device
         if cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)  # what was needed to fill the cache does not count
-        found = whole(phases, self.counts)
-        cache_bytes = phases.cache.bytes()
+            torch.cuda.reset_peak_memory_stats(device)  # excludes the memory for filling the cache
+        found = whole(decode_step, self.counts)
+        cache_bytes = decode_step.cache.bytes()
         found |= {
             "cache_gib": clock.gib(cache_bytes),
             "cache_bytes_per_token": cache_bytes / (cell.batch * cell.context),
-            "draft_gib": clock.gib(phases.draft.bytes()) if phases.draft else 0.0,
+            "draft_gib": clock.gib(decode_step.draft.bytes()) if decode_step.draft else 0.0,
         }
         if cell.split:
-            found["steps"] = split(phases, self.counts)
-        if cuda:  # before `_model`, which reads a large tensor to know the bandwidth
+            found["steps"] = split(decode_step, self.counts)
+        if cuda:  # before `_model`, which allocates a large tensor to measure bandwidth
             found["peak_gib"] = clock.gib(torch.cuda.max_memory_allocated(device))
         yield {**found, **self._model(cell, found["cycle_ms"])}
 
     def _model(self, cell: CycleCell, cycle_ms: float) -> Row:
-        """What the cycle should take and its bound on this GPU; nothing elsewhere or for unknown drafts."""
+        """Return the cycle's predicted time and lower bound on this GPU; nothing if they are unknown."""
         gpu, size, forwards = self.context.gpu, Sizes.of(self.target.info), list(cell.forwards)
         if gpu is None or not forwards:
             return {}
         sizes = {"batch": cell.batch, "context": cell.context}
-        read = clock.read_bytes_per_s(self.target.device)
+        read = replay.read_bytes_per_s(self.target.device)
         expected = expected_ms(forwards, size, **sizes, bytes_per_s=read)
-        bound = bound_ms(forwards, size, gpu, **sizes)
+        decode_step = [(forward.times, forward.phase(size, **sizes)) for forward in forwards]
+        bound = sum(times * roofline.metrics(phase, gpu)["ms"] for times, phase in decode_step)
+        bytes_read = sum(times * phase.whole.bytes for times, phase in decode_step)
         return {
             "gpu": gpu.name,
             "read_tb_per_s": read * 1e-12,
-            "read_share": 1e3 * bytes_read(forwards, size, **sizes) / read / cycle_ms,
+            "read_share": 1e3 * bytes_read / read / cycle_ms,
             "expected_ms": expected,
             "expected_over_taken": expected / cycle_ms,
             "roofline_ms": bound,
@@ -220,9 +225,9 @@ class CellRunner:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Speed and cache of each row over those of plain decoding of the same context and batch; in place.
+    """Add each row's speed and cache size relative to plain decoding of the same context and batch, in place.
 
-    A row that decodes from an INT8 cache is compared with plain decoding from either.
+    A row with an INT8 cache is compared with plain decoding from the full and from the INT8 cache.
     """
     keys = ("cache", "prompt_tokens", "batch")
     done = [row for row in rows if "tokens_per_s" in row]
@@ -240,14 +245,14 @@ def compare(rows: Sequence[Row]) -> None:
 
 
 def report(rows: Sequence[Row], settings: CyclesSettings, context: Context) -> str:
-    """A table of all rows, and one of the cycles that were taken apart."""
+    """Return a table of all rows, and one of the cycles by phase."""
     apart = [row for row in rows if "steps" in row]
     shown = [of_rows(rows, COLUMNS), *([of_rows(apart, STEP_COLUMNS)] if apart else [])]
     return "\n\n".join(shown) + "\n"
 
 
 def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
-    """Speed by drafted tokens, one step taken apart, and tokens a second by batch, as far as measured."""
+    """Plot speed by drafted tokens, one step by phase, and tokens per second by batch, as far as measured."""
     rows = [row for row in rows if "failed" not in row]
     chains = [row for row in rows if row["shape"] and "acceptance" in row["accepted"] and row["batch"] == 1]
     apart = [row for row in rows if "steps" in row]
@@ -265,7 +270,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
 
 
 def _speed(rows: Sequence[Row]) -> bytes:
-    """Speed over plain decoding from the full cache, measured and expected, and from the same cache."""
+    """Plot speedups over plain decoding from the full cache (measured, predicted) and from the same cache."""
     figure, (left, right) = plots.panels(2, size=(5.5, 3.8))
     named = [
         {
@@ -275,10 +280,10 @@ def _speed(rows: Sequence[Row]) -> bytes:
         }
         for row in rows
     ]
-    plots.lines(left, named, "drafted", "speed", "{line}")
+    drawing.lines(left, named, "drafted", "speed", "{line}")
     left.set_prop_cycle(None)
-    plots.lines(left, named, "drafted", "expected_speed", "model, {length}", linestyle="--")
-    plots.lines(right, named, "drafted", "int8_speed", "{line}")
+    drawing.lines(left, named, "drafted", "expected_speed", "model, {length}", linestyle="--")
+    drawing.lines(right, named, "drafted", "int8_speed", "{line}")
     for axes, cache in ((left, "full cache"), (right, "the same INT8 cache")):
         axes.axhline(1, color="black", linewidth=0.8)
         title = f"over plain decoding, {cache}"
@@ -287,21 +292,21 @@ def _speed(rows: Sequence[Row]) -> bytes:
 
 
 def _steps(rows: Sequence[Row]) -> bytes:
-    """Milliseconds of each part of a cycle, on top of each other."""
+    """Plot the milliseconds of each part of a cycle as stacked bars."""
     figure, (axes,) = plots.panels(1, size=(11, 3.8))
     keys = phase_columns(*PARTS_OF_A_CYCLE, within="steps.")
     layers = {part: [value_at(row, key) for row in rows] for part, key in keys.items()}
-    plots.stacks(axes, [f"{row['name']}\n{tokens(row['prompt_tokens'])}" for row in rows], layers)
+    drawing.stacks(axes, [f"{row['name']}\n{tokens(row['prompt_tokens'])}" for row in rows], layers)
     plots.label(axes, y="ms a cycle", legend=False)
     return plots.png(figure, legend=True)
 
 
 def _batches(rows: Sequence[Row], context: str) -> bytes:
-    """Tokens a second and tokens a cycle by batch."""
+    """Plot tokens per second and tokens per cycle by batch."""
     figure, panels = plots.panels(2, size=(5.5, 3.8))
     keys = {"tokens_per_s": "tokens/s", "tokens_per_cycle": "committed tokens a cycle"}
     for axes, (key, title) in zip(panels, keys.items(), strict=True):
-        plots.lines(axes, rows, "batch", key, "{name}")
+        drawing.lines(axes, rows, "batch", key, "{name}")
         plots.label(axes, f"batch, {context} tokens each", title, legend=False)
         axes.set_ylim(bottom=0)
     return plots.png(figure, legend=True)

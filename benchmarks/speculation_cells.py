@@ -1,4 +1,4 @@
-"""What the suite `quantspec` measures of a shape: systems at contexts, batches and shapes of drafts."""
+"""The measurements of the suite `quantspec`: systems at several contexts, batches and tree shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from benchmarks.acceptance_law import AcceptanceLaw, independent, recorded
+from benchmarks.acceptance_model import AcceptanceModel, independent, recorded
 from benchmarks.operators import Shape
 from longtrain import methods
 from longtrain.assets import asset_dir
@@ -32,11 +32,11 @@ from longtrain.settings import (
 from longtrain.systems import Entry
 
 PLAIN_NAME, FULL = "plain", "full"
-"""The system that drafts nothing, and the cache in the model's own numbers."""
+"""Names of the system without a draft, and of the cache in the model's dtype."""
 RECORDED = "results/longspec_small/main.scores.json"
-"""A trained draft's run among the recipes: what `suite.recorded=auto` repeats."""
+"""Recorded run of a trained draft, used by `suite.recorded=auto`."""
 DRAFTED, MIDDLE = [1, 2, 3, 4, 6], 3
-"""Drafted tokens a cycle: QuantSpec Fig. 9 and Table 6; the step model is best at 3."""
+"""Drafted tokens per cycle: QuantSpec Fig. 9 and Table 6; the predicted optimum is 3."""
 
 Drafted = Annotated[int, within(1, MAX_NODES - 1)]
 
@@ -47,20 +47,20 @@ class CyclesSettings:
 
     Args:
         shape: the model: a published name, or the keys of a `config.json`.
-        lengths: tokens cached before.
-        systems: entries of the one grammar (`longtrain.systems`); each may have its own `acceptance`.
-        shape_systems: what `systems=auto` stands for.
+        lengths: tokens in the cache.
+        systems: entries in the grammar of `longtrain.systems`; each may have its own `acceptance`.
+        shape_systems: the entries of `systems=auto`.
         recorded_systems: entries that repeat the accepted lengths of `recorded`.
-        drafted: tokens drafted a cycle by an entry that says nothing else.
-        acceptance: chance that a drafted token is accepted where all before it were.
+        drafted: default tokens drafted per cycle.
+        acceptance: probability that a drafted token is accepted if all before it were.
         recorded: a run's `results.json` or `scores.json`; None: no recorded systems.
-        batches: sequences decoded together, at the first length.
-        batch_drafted: tokens drafted where batches are compared and cycles taken apart.
-        split: take cycles of the first length apart.
-        fill: whether caches are filled with random rows or with a prompt that is read.
-        cycles: cycles counted.
+        batches: batch sizes at the first length.
+        batch_drafted: tokens drafted in the comparison of batches and in timing by phase.
+        split: time cycles of the first length by phase.
+        fill: fill caches with random keys and values, or with a prompt that is read.
+        cycles: counted cycles.
         warmup: cycles before them.
-        compile_threads: kernels compiled at once before anything is timed; 0: when they are needed.
+        compile_threads: kernels compiled in parallel before anything is timed; 0: compile when needed.
         memory_gib: GPU memory that may be used; None: all.
     """
 
@@ -87,16 +87,16 @@ class CycleCell:
     """One measurement.
 
     Args:
-        system: what decodes: `PLAIN_NAME`, or the name of a system.
-        cache: what it decodes from: `FULL`, or `INT8` and the like.
-        context: tokens cached before.
+        system: `PLAIN_NAME`, or the name of a system.
+        cache: kind of the cache: `FULL`, `INT8`, ...
+        context: tokens in the cache.
         batch: sequences.
-        split: take cycles apart too.
-        shape: what is drafted.
-        law: the numbers of drafts that are accepted; None in plain decoding.
-        forwards: the forwards of a cycle, for the step model; empty: there is none.
-        entry: what brings draft and cache; None: nothing does.
-        drafts: whether the entry's draft is asked, and has its weights on the device.
+        split: also time cycles by phase.
+        shape: shape of the drafted tree.
+        children: distribution of the accepted lengths; None in plain decoding.
+        forwards: the forwards of a cycle, for the prediction; empty: unknown.
+        entry: the entry of draft and cache; None: plain decoding on the plain cache.
+        drafts: True if the entry's draft is used, and its weights are on the device.
     """
 
     system: str
@@ -105,14 +105,14 @@ class CycleCell:
     batch: int = 1
     split: bool = False
     shape: TreeShape = PLAIN
-    law: AcceptanceLaw | None = None
+    children: AcceptanceModel | None = None
     forwards: tuple[Forward, ...] = ()
     entry: Entry | None = None
     drafts: bool = True
 
     @property
     def name(self) -> str:
-        """What decodes and what it drafts, for people."""
+        """Name of the system and its tree, for display."""
         widths = self.shape.widths
         if not widths:
             return f"{self.system}, {self.cache} cache"
@@ -120,11 +120,11 @@ class CycleCell:
 
     @property
     def parts_key(self) -> tuple[Entry | None, bool]:
-        """What its parts follow from: cells with the same key one after the other share them."""
+        """Key of the cell's parts; successive cells with the same key share them."""
         return self.entry, self.drafts
 
     def facts(self) -> Row:
-        """What a row is about."""
+        """Keys that identify a row."""
         row: Row = {
             "system": self.system,
             "cache": self.cache,
@@ -134,20 +134,20 @@ class CycleCell:
             "prompt_tokens": self.context,
             "batch": self.batch,
         }
-        if self.law is not None:
-            row["accepted"] = self.law.source | {"tokens_per_cycle": self.law.tokens_per_cycle}
+        if self.children is not None:
+            row["accepted"] = self.children.source | {"tokens_per_cycle": self.children.tokens_per_cycle}
         return row
 
 
 def cells_of(settings: CyclesSettings, context: Context) -> list[CycleCell]:
-    """Plain decoding, recorded systems, plain decoding from the caches that systems bring, and the systems.
+    """Return the cells: plain decoding, recorded systems, plain decoding from systems' caches, and systems.
 
-    Systems without a cache of their own come first, so that none is held while others are measured.
+    Systems without a cache of their own come first, so that no other cache occupies memory meanwhile.
 
     Raises:
         ArtifactError: there is no such artifact.
-        ConfigError: an entry or the shape is wrong, or two entries have one name.
-        DataError: `suite.recorded` is not a run's scores.
+        ConfigError: an entry or the shape is wrong, or two entries have the same name.
+        DataError: `suite.recorded` is not a file of a run's results.
     """
     size = Sizes.of_keys(shape_keys(settings.shape))
     caches: dict[str, list[CycleCell]] = {}
@@ -165,7 +165,7 @@ def cells_of(settings: CyclesSettings, context: Context) -> list[CycleCell]:
 
 
 def _placed(settings: CyclesSettings, cell: CycleCell) -> Iterator[CycleCell]:
-    """A cell at every length alone, and at the first one in batches too; the first is taken apart."""
+    """Yield a cell at every length, and at the first one also in batches; the first is timed by phase."""
     first = settings.lengths[0]
     batches = [(first, batch) for batch in sorted(settings.batches) if batch > 1]
     for length, batch in [*((length, 1) for length in settings.lengths), *batches]:
@@ -173,16 +173,22 @@ def _placed(settings: CyclesSettings, cell: CycleCell) -> Iterator[CycleCell]:
         yield replace(cell, context=length, batch=batch, split=split)
 
 
-def _drafting_cell(entry: Entry, size: Sizes, shape: TreeShape, law: AcceptanceLaw) -> CycleCell:
-    """A system with one shape of its drafts, at no place yet."""
+def _drafting_cell(entry: Entry, size: Sizes, shape: TreeShape, children: AcceptanceModel) -> CycleCell:
+    """Return the cell of a system with one tree shape, without context and batch."""
     forwards = forwards_of(entry, size, shape)
     return CycleCell(
-        entry.called(), cache_name(forwards), 0, shape=shape, law=law, forwards=forwards, entry=entry
+        entry.called(),
+        cache_name(forwards),
+        0,
+        shape=shape,
+        children=children,
+        forwards=forwards,
+        entry=entry,
     )
 
 
 def _recorded_cells(settings: CyclesSettings, size: Sizes, context: Context) -> Iterator[CycleCell]:
-    """Systems that repeat what a run's drafts were accepted: those with its name, or else all."""
+    """Yield systems that repeat a run's accepted lengths: those of the run's name, or else all."""
     if settings.recorded is None:
         return
     own = asset_dir("recipes") / RECORDED
@@ -191,14 +197,14 @@ def _recorded_cells(settings: CyclesSettings, size: Sizes, context: Context) -> 
         drafts, name = recorded(file), entry.called()
         named = [draft for draft in drafts if f"{draft.name} ".startswith(f"{name} ")]
         for draft in named or drafts:
-            law = draft.law(file, settings.lengths[0])
-            cell = _drafting_cell(entry, size, TreeShape(draft.shape), law)
+            children = draft.children(file, settings.lengths[0])
+            cell = _drafting_cell(entry, size, TreeShape(draft.shape), children)
             for placed in _placed(settings, cell):
-                yield replace(placed, law=draft.law(file, placed.context))
+                yield replace(placed, children=draft.children(file, placed.context))
 
 
 def _drafted_cells(settings: CyclesSettings, entry: Entry, size: Sizes, *, batches: bool) -> list[CycleCell]:
-    """The cells of a system: every shape at every length, and the middle one in batches where wanted."""
+    """Return a system's cells: every shape at every length, and with `batches` the middle one in batches."""
     widths = {*(entry.shapes or ((1,) * count for count in settings.drafted))}
     if settings.batch_drafted is not None:
         widths.add((1,) * settings.batch_drafted)
@@ -219,7 +225,7 @@ def _drafted_cells(settings: CyclesSettings, entry: Entry, size: Sizes, *, batch
 
 
 def forwards_of(entry: Entry, size: Sizes, shape: TreeShape) -> tuple[Forward, ...]:
-    """The forwards of a cycle of a system, as its method says, verification last; empty where it does not."""
+    """Return the forwards of a system's cycle, verification last; empty if its method declares no costs."""
     cycle = methods.get(entry.method.name).cost.cycle if entry.method else None
     if entry.method is None or cycle is None:
         return ()
@@ -227,6 +233,6 @@ def forwards_of(entry: Entry, size: Sizes, shape: TreeShape) -> tuple[Forward, .
 
 
 def cache_name(forwards: Sequence[Forward]) -> str:
-    """`full`, or `INT8` and the like: the cache as a cycle's last forward, the verification, reads it."""
+    """Return `full`, `INT8`, ...: the width in which the verification, the last forward, reads the cache."""
     bits = forwards[-1].width.kv if forwards else 16
     return FULL if bits == 16 else f"INT{bits}"

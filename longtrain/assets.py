@@ -1,4 +1,4 @@
-"""Where the files that ship beside the code are: `conf`, `recipes`, `data_prep` and `bundled`."""
+"""Locates the files that ship beside the code: `conf`, `recipes`, `data_prep` and `bundled`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 ASSETS = ("conf", "recipes", "data_prep", "bundled")
 MANIFEST = "longtrain.json"
-"""The file that makes a folder an artifact."""
+"""Name of the file that marks a folder as an artifact."""
 LOCAL = "local.json"
 ARTIFACT = (MANIFEST, LOCAL, "model.safetensors", "golden.safetensors", "evidence.json", "README.md", "*.png")
-"""Files of every artifact; its manifest names those that other tools read."""
+"""File names of every artifact; a manifest lists further files, written for other tools."""
 
 
 def asset_dir(name: str) -> Path:
-    """The folder of an asset: inside the installed wheel if it is there, else in the checkout.
+    """Return the folder of an asset: inside the installed wheel if it is there, else in the checkout.
 
     Args:
         name: one of `ASSETS`.
 
     Raises:
-        ConfigError: the name is unknown, or the installation lacks the folder.
+        ConfigError: the name is unknown, or the folder is missing from the installation.
     """
     if name not in ASSETS:
         raise ConfigError(f"unknown asset folder '{name}'; known: {', '.join(ASSETS)}")
@@ -42,23 +42,23 @@ def asset_dir(name: str) -> Path:
 
 
 def bundled_artifacts() -> dict[str, Path]:
-    """Artifacts for the bundled target that ship with the package: name -> folder."""
+    """Return the artifacts for the bundled target that ship with the package, as name -> folder."""
     return {file.parent.name: file.parent for file in asset_dir("bundled").glob(f"artifacts/*/{MANIFEST}")}
 
 
 def artifact_kind(folder: Path, names: Iterable[str] = ()) -> FolderKind:
-    """What an artifact's folder is known by.
+    """Return the `FolderKind` of an artifact: the file that identifies it and the files that may be replaced.
 
     Args:
-        folder: an older artifact, whose manifest may name more files; it need not be there.
-        names: of further files that are no reason to leave it alone.
+        folder: folder of an older artifact, whose manifest may list more files; it need not exist.
+        names: further files that do not prevent the folder from being replaced.
     """
     from longtrain.files import read_sealed  # `longtrain --help` needs neither
     from longtrain.folders import FolderKind
 
     try:
         manifest = read_sealed(folder / MANIFEST)
-        listed = [str(name) for name in manifest["files"] if "golden" in manifest]  # a checkpoint has none
+        listed = [str(name) for name in manifest["files"] if "golden" in manifest]  # not in checkpoints
     except (OSError, ValueError, KeyError, TypeError):
         listed = []
     plain = [name for name in listed if not {*"*?["} & {*name}]

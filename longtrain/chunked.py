@@ -1,9 +1,9 @@
-"""Sums whose gradient is found chunk by chunk, so that activations of one chunk only exist at a time.
+"""Sums a loss over chunks of a packed sequence, so that the activations of only one chunk exist at a time.
 
-Exact where the chunks share nothing that needs a gradient but the parameters, and rows that are functions
-of the parameters alone (`SharedRows`): then the gradient of the sum is the sum of the gradients. To the
-outside it is one ordinary differentiable scalar: automatic optimization, gradient accumulation, DDP and
-ZeRO-1/2 need to know nothing.
+The gradient is computed chunk by chunk. This is exact if the chunks share nothing that needs a gradient
+except the parameters and tensors computed from the parameters alone (`SharedRows`): the gradient of the sum
+is then the sum of the gradients. To a caller the result is one ordinary differentiable scalar, so automatic
+optimisation, gradient accumulation, DDP and ZeRO-1/2 need no special case.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Tensors that every chunk may read, made block by block from the parameters: a layer's keys and values.
+    """Tensors that every chunk reads, such as keys and values, computed from the parameters in blocks.
 
-    They exist whole, without the activations that they came from, and so does the gradient that the chunks
-    leave on them: the chunks read them as leaves, and each block is made again at the end, with a gradient.
+    The whole tensors are stored without the activations that produced them, and so is the gradient that the
+    chunks accumulate on them. The chunks see them as leaves; at the end each block is recomputed with
+    gradients enabled.
 
     Args:
-        make: block number -> the block's tensors; those of all blocks are put one after another along their
-            first dim. Runs twice for each block, and must give the same both times.
-        blocks: how many, at least 1.
+        make: block number -> the block's tensors, which are concatenated over the blocks along dim 0. Called
+            twice for each block and must return the same values both times.
+        blocks: number of blocks, at least 1.
     """
 
     make: Callable[[int], Sequence[Tensor]]
     blocks: int
 
     def joined(self) -> list[Tensor]:
-        """The tensors of all blocks one after another, with a gradient where the caller's context has one."""
+        """Return the tensors concatenated over all blocks, with a graph if gradients are enabled."""
         parts = [tuple(self.make(block)) for block in range(self.blocks)]
         return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
@@ -45,25 +46,26 @@ def chunked_sum(
     *,
     shared: SharedRows | None = None,
 ) -> Tensor:
-    """The sum of `step(0) ... step(chunks - 1)`, with the activations of one chunk alive at a time.
+    """Return the sum of `step(0) ... step(chunks - 1)`, with the activations of one chunk alive at a time.
 
-    Forward runs every chunk under autograd, takes its gradients at once and adds them up in fp32 (fp64 in
-    fp64); backward hands the sums on, times the incoming gradient. Autocast is what it is around the call.
-
-    With `shared` there are three phases: its rows are made without a gradient; the chunks read them, and what
-    flows back to them is summed in fp32 too; each of their blocks is made again and takes its part of that
-    sum back to the parameters.
+    Forward runs every chunk under autograd, takes its gradients at once and accumulates them in fp32 (fp64 in
+    fp64); backward returns these sums times the incoming gradient. The chunks use the caller's autocast.
+    With `shared` there are three phases: the shared tensors are computed without a graph; the chunks read
+    them as leaves, and the gradients on these leaves are accumulated in fp32 too; each block is then
+    recomputed with a graph and its slice of those gradients is propagated to the parameters.
 
     Args:
-        step: chunk number -> scalar loss of that chunk, built from `parameters`; with `shared` its joined
-            tensors follow the number. Runs once for each chunk, in order; a chunk may return a scalar without
-            a gradient.
-        chunks: how many.
-        parameters: leaves that receive a gradient; those that do not require one are passed over. Anything
-            else that the steps differentiate through gets none.
-        shared: rows made from the parameters that several chunks read; None: there are none.
+        step: chunk number -> scalar loss of that chunk, computed from `parameters`; with `shared` the
+            concatenated tensors follow the number. Called once for each chunk, in order; it may return a
+            scalar without a graph.
+        chunks: number of chunks.
+        parameters: leaves that receive a gradient; those without `requires_grad` are skipped. Anything else
+            that the steps differentiate through gets no gradient.
+        shared: tensors computed from the parameters that several chunks read; None: there are none.
 
-    Returns: scalar, fp32 (fp64 if a chunk is), with a gradient if any parameter requires one.
+    Returns:
+        A scalar, fp32 (fp64 if a chunk is), with a gradient if any parameter requires one.
+
     Source: the decomposition is this project's; it is exact for a one-layer draft, whose keys and values are
         functions of single tokens.
     """
@@ -76,16 +78,19 @@ def chunked_sum(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Gradients in forward; backward scales them."""
+    """Autograd function that computes all gradients in forward, so that backward only scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, step: Callable[..., Tensor], chunks: int, shared: SharedRows | None, *leaves: Tensor
     ) -> Tensor:
         sums: list[Tensor | None] = [None] * len(leaves)
+        # Phase 1: the shared tensors as leaves, without the graph that produced them.
         made = [part.detach().requires_grad_() for part in shared.joined()] if shared and chunks else []
+        # dL/d(made), summed over the chunks
         cotangents: list[Tensor | None] = [None] * len(made)
         totals = []
+        # Phase 2: each chunk's graph is freed as soon as its gradients are taken.
         for i in range(chunks):
             with torch.enable_grad():
                 loss = step(i, *made)
@@ -97,6 +102,7 @@ class _ChunkedSum(torch.autograd.Function):
                 del grads
             del loss
         if shared is not None:
+            # Phase 3: chain rule through the shared tensors, one block at a time.
             _back_to_parameters(shared, made, cotangents, leaves, sums)
         ctx.save_for_backward(*sums)
         ctx.dtypes = [leaf.dtype for leaf in leaves]
@@ -105,6 +111,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (
+            # Linear in the incoming gradient: the stored sums are exact for any scale.
             None if g is None else (g * grads[0].to(g.dtype)).to(dtype)
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
@@ -118,10 +125,11 @@ def _back_to_parameters(
     leaves: Sequence[Tensor],
     sums: list[Tensor | None],
 ) -> None:
-    """Make each block again, with a gradient, and add what its rows' cotangents leave on the parameters."""
+    """Recompute each block with a graph and add the parameters' gradients from its cotangents to `sums`."""
     used = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+    # frees the shared tensors; each block is computed again below
     made.clear()
-    at = [0] * len(cotangents)
+    at = [0] * len(cotangents)  # first row of the current block, for each shared tensor
     for block in range(shared.blocks if used else 0):
         with torch.enable_grad():
             parts = tuple(shared.make(block))
@@ -140,7 +148,7 @@ def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
     for i, grad in enumerate(grads):
         if grad is not None:
             known, wide = sums[i], torch.promote_types(grad.dtype, torch.float32)
-            # A copy: autograd may hand out one tensor for several leaves.
+            # Copied: autograd may return one tensor for several leaves, and add_ would change all.
             sums[i] = grad.to(wide, copy=True) if known is None else known.add_(grad)
 
 

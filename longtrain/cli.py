@@ -1,4 +1,4 @@
-"""The command line: a job word picks the primary config, Hydra composes it, the job's `run(cfg)` does it."""
+"""The command line: the job word selects the primary config, Hydra composes it, and the job's `run` runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
 {jobs}
   recipes    list the recipes there are
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
-  completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
+  completion print what bash, zsh or fish evaluates for Tab: eval "$(longtrain completion bash)"
 
 Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain generate +recipe=quickstart prompt="Once upon a time"
@@ -51,16 +51,16 @@ VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-
 """Hydra's flags that take the next word as their value."""
 
 KEY_FLAGS = ("--verify",)
-"""Flags that may be typed for a key: `--verify FOLDER` is `verify=FOLDER`."""
+"""Flags that are accepted as a key: `--verify FOLDER` is `verify=FOLDER`."""
 
 PLAIN_FLAGS = ("--help", "-h", "--hydra-help", "--multirun", "-m", "--run", "-r", "--resolve", "--version")
-"""Flags of ours and of Hydra's that take no value."""
+"""Flags of longtrain and of Hydra that take no value."""
 
 
 def main() -> None:
-    """Entry of `longtrain` and `python -m longtrain`.
+    """Entry point of `longtrain` and `python -m longtrain`.
 
-    It exits with 0, 1 (the job failed), 2 (no such words), 130 (Ctrl-C) or 141 (nobody reads the output).
+    Exit codes: 0, 1 (the job failed), 2 (bad command line), 130 (Ctrl-C) or 141 (the output pipe is closed).
     """
     try:
         try:
@@ -83,42 +83,42 @@ def main() -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether the output, and no other file, is on a disk that is full."""
-    from longtrain.files import FULL  # costs as much time as all else that `--help` needs
+    """Return True if an error means that the disk of standard output is full."""
+    from longtrain.files import FULL  # slow to import, which `--help` should not wait for
 
     return isinstance(error, OSError) and error.errno in FULL and error.filename is None
 
 
 def _end_output() -> None:
-    """Let what is left of the output go nowhere: Python flushes once more at the end."""
+    """Redirect the remaining output to the null device, because Python flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _begin() -> None:
-    """Do what the first word says."""
+    """Run the job, or print the help, that the first word names."""
     word, rest = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
     if word in ("-h", "--help"):
         jobs = "\n".join(f"  {name:<11} {about}" for name, (_, about) in JOBS.items())
-        _say(TOP_HELP.format(version=__version__, jobs=jobs))
+        _print(TOP_HELP.format(version=__version__, jobs=jobs))
     elif word in ("-V", "--version"):
-        _say(f"longtrain {__version__}\n")
+        _print(f"longtrain {__version__}\n")
     elif word == "recipes":
         from longtrain.prompt.store import own_folder
 
-        _say("".join(f"{name:<26} {about}\n" for name, about in recipes(own_folder(rest)).items()))
-    elif word == "completion":
-        _complete(rest)
+        _print("".join(f"{name:<26} {about}\n" for name, about in recipes(own_folder(rest)).items()))
+    elif word in ("completion", "-sc", "--shell-completion"):
+        _complete(word, rest)
     elif word in JOBS and not {"-h", "--help"}.isdisjoint(rest):
         from longtrain.prompt.help import job_help
 
-        _say(job_help(word, rest, columns=_columns()))
+        _print(job_help(word, rest, columns=_columns()))
     else:
         quiet_threads()
         _run_hydra(_words(sys.argv[1:]))
 
 
 def _words(typed: Sequence[str]) -> list[str]:
-    """The words of a command as Hydra reads them; exit 2 at one that is no job, flag or override."""
+    """Return the words of a command in Hydra's form; exit with 2 at one that is no job, flag or override."""
     first, rest = typed[0], [*typed[1:]]
     ending = []
     if first == "config":
@@ -133,10 +133,10 @@ def _words(typed: Sequence[str]) -> list[str]:
 
 
 def quiet_threads() -> None:
-    """Let torch's threads sleep after a short wait, and start no more of them than this process may use.
+    """Let idle OpenMP threads sleep after a short spin, and limit their number to the cores of this process.
 
-    Threads that spin for long take the cores from each other where anything else runs; threads that sleep at
-    once slow a training down that has the cores for itself. Words of the user win.
+    Threads that spin for long slow down other processes on the same cores; threads that sleep at once slow
+    down a training that has the cores to itself. Environment variables that the user has set are not changed.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -146,7 +146,7 @@ def quiet_threads() -> None:
 
 
 def granted_cores(limit: Path) -> int | None:
-    """Cores that a container gives this process, as its control group says; None: it says nothing."""
+    """Return the number of cores that the process's control group (container) allows; None: no limit."""
     try:
         quota, period = limit.read_text().split()[:2]
         return max(1, int(quota) // int(period))
@@ -155,48 +155,55 @@ def granted_cores(limit: Path) -> int | None:
 
 
 def _columns() -> int | None:
-    """Characters of a line, where COLUMNS says so or a terminal does; None in a pipe or a file."""
+    """Return the line width from COLUMNS or the terminal; None if the output is a pipe or a file."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return max(40, shutil.get_terminal_size().columns)
     return None
 
 
-def _complete(words: Sequence[str]) -> None:
+def _complete(word: str, rest: Sequence[str]) -> None:
+    """Print Hydra's completion script for a shell, or the completions of the line that a shell passes."""
     from longtrain.errors import ConfigError
-    from longtrain.prompt.completion import answer
+    from longtrain.prompt import completion
 
+    if word != "completion":
+        typed = completion.typed_words()
+        _print("".join(f"{one} " for one in completion.first_words(typed)))
+        _run_hydra(completion.without_job(typed, [word, *rest]), named=typed)
+        return
     try:
-        _say(answer(words))
+        _run_hydra(completion.install(rest))
     except ConfigError as error:
         _complain(str(error))
         sys.exit(2)
 
 
 def recipes(own: Path | None = None) -> dict[str, str]:
-    """Name of each recipe -> the first line of its header comment.
+    """Return the recipes: name -> first line of its header comment.
 
     Args:
-        own: a folder of the user's (`--config-dir`), whose recipes are in its folder `recipe`.
+        own: the user's config folder (`--config-dir`), whose subfolder `recipe` holds further recipes.
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
     files += sorted((own / "recipe").glob("*.yaml")) if own else []
     return {
         file.stem: _about(file.read_text(encoding="utf-8-sig")) for file in files
-    }  # some editors write a mark
+    }  # some editors write a byte order mark
 
 
 def _about(text: str) -> str:
-    """The first line of a file's comment; `# @package` says nothing to people."""
+    """Return the first line of a file's header comment, skipping Hydra's `# @package`."""
     lines = [line for line in text.splitlines() if "@package" not in line] or [""]
     return lines[0].lstrip("# ") if lines[0].startswith("#") else ""
 
 
-def _run_hydra(words: list[str]) -> None:
-    """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set.
+def _run_hydra(words: list[str], *, named: Sequence[str] | None = None) -> None:
+    """Compose the configuration and run the job; a failure prints one line unless HYDRA_FULL_ERROR is set.
 
     Args:
-        words: as Hydra reads them. `sys.argv` stays as it is typed while jobs run: records show it, and
-            processes that are started as copies of this one get it.
+        words: the command line in Hydra's form. `sys.argv` keeps the typed command, since records quote it
+            and child processes receive it.
+        named: the words that name recipes and methods, if they are not among `words`.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -227,9 +234,9 @@ def _run_hydra(words: list[str]) -> None:
                 failed = len(failures) > before
                 runs.append(naming.SweptRun(str(cfg.name), values, Path(cfg.run_dir), failed))
 
-    _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
+    _set_full_error("1")  # makes Hydra raise errors instead of printing them itself
     try:
-        mount(words)
+        mount(words if named is None else named)
         sys.argv = [typed[0], *words]
         with composed_once(words):
             hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
@@ -255,20 +262,20 @@ def _run_hydra(words: list[str]) -> None:
 
 
 def _unread() -> bool:
-    """Whether whoever read our output is gone, which the pipe knows; to write again tells nothing."""
+    """Return True if the reader of the output pipe has closed it (checked without writing)."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a stream without a file
+        with suppress(OSError, ValueError):  # a stream without a file descriptor
             poll.register(stream.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _ordered(words: list[str], bare: str = "") -> list[str]:
-    """Flags with their values before overrides, as argparse needs them; exit 2 at any other word.
+    """Move flags and their values before the overrides, as argparse needs; exit with 2 at any other word.
 
     Args:
-        words: as typed.
-        bare: the key whose list other words are; empty: none are taken.
+        words: the words as typed.
+        bare: the key whose list takes all other words; empty: other words are errors.
     """
     flags, overrides, named = [], [], []
     first = words[0].removeprefix("--config-name=").removeprefix("job=") if words else ""
@@ -302,11 +309,11 @@ def _unknown_flag(word: str) -> NoReturn:
 
 
 def _unknown_word(word: str, first: str) -> NoReturn:
-    """Say what a word that is no override may be meant for.
+    """Exit with 2 and say how to correct a word that is neither a job in first place nor KEY=VALUE.
 
     Args:
         word: as typed.
-        first: the job or jobs that the command begins with, or another word.
+        first: the command's first word.
     """
     from longtrain.prompt.explain import near
 
@@ -333,5 +340,5 @@ def _complain(line: str) -> None:
     print(f"longtrain: error: {printable(line)}", file=sys.stderr)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, end="")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
@@ -12,11 +13,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 class LongtrainError(Exception):
     """Base of every error that longtrain raises on purpose; the command line prints it as one line.
 
-    A line end or another control character of what it quotes is shown as Python writes it in a string.
+    Line ends and other control characters in quoted values are shown escaped, as in a Python string.
     """
 
     def __str__(self) -> str:
-        """The message, in one line."""
+        """Return the message as one line."""
         return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().__str__())
 
 
@@ -25,7 +26,7 @@ class ConfigError(LongtrainError):
 
 
 class DataError(LongtrainError):
-    """A row, file or mask of the data is wrong or missing."""
+    """A record, file or mask of the data is wrong or missing."""
 
 
 class ArtifactError(LongtrainError):
@@ -41,11 +42,11 @@ class ConflictError(LongtrainError):
 
 
 class TrainingError(LongtrainError):
-    """Training cannot go on: a loss that is not finite, say."""
+    """Training cannot go on, for example because the loss is not finite."""
 
 
-class Faults(LongtrainError):  # noqa: N818 (it is several errors)
-    """Several faults that were found at once; the command line prints each on a line of its own.
+class Faults(LongtrainError):  # noqa: N818 (several errors in one)
+    """Several errors found together; the command line prints one line for each.
 
     Args:
         faults: the errors, at least two.
@@ -57,14 +58,14 @@ class Faults(LongtrainError):  # noqa: N818 (it is several errors)
 
 
 class Gathered:
-    """Collects errors of checks, so that a user is told all of them at once."""
+    """Collects the errors of several checks, so that a user sees all of them at once."""
 
     def __init__(self, faults: Iterable[LongtrainError] = ()) -> None:
         self.faults = list(faults)
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Within, an error that longtrain raises on purpose is kept and goes no further."""
+        """Context manager that collects an error raised inside the block instead of passing it on."""
         try:
             yield
         except Faults as several:
@@ -73,10 +74,10 @@ class Gathered:
             self.faults.append(error)
 
     def tell(self) -> None:
-        """Raise what was found: one error as it is, several as `Faults`; the same words are told once.
+        """Raise the collected errors without duplicates: a single one as it is, several as `Faults`.
 
         Raises:
-            LongtrainError: there was a fault.
+            LongtrainError: at least one error was collected.
         """
         found = list({str(error): error for error in self.faults}.values())
         if len(found) == 1:
@@ -86,18 +87,58 @@ class Gathered:
 
 
 def refusal(kind: type[LongtrainError], what: str, allowed: str) -> LongtrainError:
-    """An error that says what was given and what is allowed instead."""
+    """Build an error that states the given value and what is allowed instead."""
     return kind(f"{what}; allowed: {allowed}")
 
 
-def is_failure(error: BaseException) -> bool:
-    """Whether an exception says that something failed, and not that the process is to end.
+def missing_package(what: str, package: str) -> ConfigError:
+    """Build the error of a missing optional package; the pip extra has the package's name."""
+    return ConfigError(f"{what} needs the package {package}; run: pip install 'longtrain[{package}]'")
 
-    Libraries written in Rust (tokenizers, safetensors) "panic" with an exception of a kind of its own.
+
+def is_failure(error: BaseException) -> bool:
+    """Return True if an exception is a failure, False if it asks the process to end (Ctrl-C, SystemExit).
+
+    Libraries written in Rust (tokenizers, safetensors) "panic" with an exception type that is no `Exception`.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, in one line; its kind where it says nothing."""
+    """Return the first line of a foreign exception's message, or its type's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+RENAMED = {
+    "row_tokens": "sequence_tokens",
+    "val_rows": "val_sequences",
+    "rows_per_step": "sequences_per_step",
+    "law": "children",
+    "recall_rows": "recall_entries",
+    "page_rows": "page_entries",
+}
+"""Former name of a setting -> its name."""
+
+STORED = {**RENAMED, "want": "outputs", "figures": "metrics", "kept_rows": "kept_entries"}
+"""Former name of a key in a file that longtrain wrote -> its name."""
+
+STARTS = "start_"
+"""Settings whose names begin so decide how a training begins and nothing after; what was trained before a
+setting existed lacks it, and is read all the same."""
+
+
+def now_called(key: str) -> str:
+    """For a key's former name `; it is called NEW now`, for any other an empty string."""
+    new = RENAMED.get(key.rpartition(".")[2])
+    return f"; it is called {new} now" if new else ""
+
+
+def with_new_names(values: Any) -> Any:
+    """Return values of a stored file with former names replaced; of a dotted key the last part counts."""
+    if isinstance(values, Mapping):
+        found = {}
+        for key, value in values.items():
+            group, dot, name = str(key).rpartition(".")
+            found[f"{group}{dot}{STORED.get(name, name)}"] = with_new_names(value)
+        return found
+    return [with_new_names(value) for value in values] if isinstance(values, list) else values

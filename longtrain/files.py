@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, readers that no file can hang, and locks between processes."""
+"""Writes files atomically, reads files without blocking on pipes or devices, and locks between processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import LongtrainError
+from longtrain.errors import LongtrainError, with_new_names
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a disk that is full, or of a quota that is used up."""
+"""Error numbers of a full disk or an exhausted quota."""
 LARGEST = 2**40
-"""No setting is as large, and no size of a model."""
+"""Upper limit of numbers in settings and model sizes; a larger one is refused as impossible."""
 LARGEST_TEXT = 2**28
-"""Bytes of a JSON, YAML or text file that is read as a whole; none of ours comes near."""
+"""Largest JSON, YAML or text file that is read into memory, in bytes."""
 KINDS = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISSOCK: "a socket",
@@ -32,22 +32,22 @@ KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
-"""Test of a mode -> what it is, where it is no regular file."""
+"""Test of a file mode -> name of that kind of non-regular file."""
 CHECKSUM = "sha256"
-"""The key of a JSON file that holds the checksum of all its others."""
+"""Key of a JSON file that stores the checksum of all its other keys."""
 UTF8 = "utf-8-sig"
-"""How text of the user's is read: UTF-8, without the byte order mark that some editors put before it."""
+"""The encoding of users' text files: UTF-8, without the byte order mark that some editors write."""
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder so that a reader sees each old or new, never a part of one.
+    """Write files into a folder atomically: a reader sees each file either old or new, never partly written.
 
-    All are written under temporary names and flushed to the disk before the first is put in place. A name
-    that is a symbolic link stays one: what it leads to is written.
+    All are written under temporary names and flushed to the disk before the first is renamed. A symbolic link
+    is kept, and the file it points to is written.
 
     Args:
-        folder: created where it is missing.
-        files: name, or path within the folder -> content.
+        folder: the folder, created if it is missing.
+        files: name or relative path -> content.
 
     Raises:
         LongtrainError: the disk is full or not writable; the old files are still there.
@@ -72,34 +72,34 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write one text file whole or not at all; see `write_files`."""
+    """Write one text file atomically; see `write_files`."""
     write_files(path.parent, {path.name: text.encode()})
 
 
 def as_json(values: Any) -> bytes:
-    """Indented JSON; NaN is refused, so that every reader can parse it."""
+    """Return values as indented JSON. NaN is refused, because standard JSON has none."""
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
 
 
 def json_sha256(values: Any) -> str:
-    """Hex sha256 of JSON values, whatever the order of their keys and the white space of the file."""
+    """Return the hex sha256 of JSON values, independent of key order and white space."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def jsonl(values: list[dict[str, Any]]) -> bytes:
-    """One line of JSON for each value."""
+    """Return JSON lines, one for each value."""
     return "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A handle of a regular file. Another thing in its place (a pipe, a device) is refused, not waited for.
+    """Return a file descriptor of a regular file; a pipe or a device is refused instead of blocking.
 
     Args:
-        path: of the file.
-        flags: of `os.open`; with `O_CREAT` the file is made where it is missing.
+        path: path of the file.
+        flags: flags of `os.open`; `O_CREAT` creates a missing file.
 
     Raises:
-        OSError: there is none, it cannot be opened, or it is no regular file.
+        OSError: the file is missing, cannot be opened, or is not regular.
     """
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG((status := os.fstat(handle)).st_mode):
@@ -109,14 +109,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: Path, *, most: int | None = None) -> bytes:
-    """What a file holds.
+    """Return the content of a file.
 
     Args:
-        path: of the file.
-        most: bytes that it may have; None: as many as there are.
+        path: path of the file.
+        most: largest size in bytes; None: no limit.
 
     Raises:
-        OSError: there is none, it cannot be read, is larger, or is no regular file (see `open_regular`).
+        OSError: the file is missing, unreadable, too large or not regular (see `open_regular`).
     """
     with os.fdopen(open_regular(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -126,7 +126,7 @@ def read_bytes(path: Path, *, most: int | None = None) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file of at most `LARGEST_TEXT` bytes, with the line ends that it has.
+    """Return the text of a UTF-8 file of at most `LARGEST_TEXT` bytes, line ends unchanged.
 
     Raises:
         OSError: see `read_bytes`.
@@ -136,17 +136,17 @@ def read_text(path: Path) -> str:
 
 
 def need_regular(path: Path) -> None:
-    """Refuse what is no regular file, for readers that open a path themselves.
+    """Refuse a path that is not a regular file, for readers that open the path themselves.
 
     Raises:
-        OSError: there is none, or it is a folder, a pipe or a device.
+        OSError: the path is missing, or is a folder, a pipe or a device.
     """
     if not stat.S_ISREG((status := path.stat()).st_mode):
         raise OSError(errno.EINVAL, f"it is {kind_of(status)}", str(path))
 
 
 def kind_of(status: os.stat_result) -> str:
-    """What something is that stands where a regular file is wanted, for an error message."""
+    """Name the kind of a path that is not a regular file, for an error message."""
     for is_one, name in KINDS.items():
         if is_one(status.st_mode):
             return f"{name}, not a regular file"
@@ -154,10 +154,10 @@ def kind_of(status: os.stat_result) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, not UTF-8, or nested too deeply for any file of ours.
+        ValueError: the text is not JSON, not UTF-8, or nested too deeply.
     """
     try:
         return json.loads(text)
@@ -166,7 +166,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file.
+    """Parse a JSON file.
 
     Raises:
         OSError: see `read_bytes`.
@@ -176,18 +176,18 @@ def read_json(path: Path) -> Any:
 
 
 def sealed(values: Mapping[str, Any]) -> bytes:
-    """A JSON file that holds the checksum of its own content."""
+    """Return the bytes of a JSON file that includes a checksum of its own content."""
     content = json.loads(json.dumps(values, default=str))
     content.pop(CHECKSUM, None)
     return (json.dumps({**content, CHECKSUM: json_sha256(content)}, indent=2) + "\n").encode()
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of a file that `sealed` made.
+    """Read a file written with `sealed`, and verify its checksum.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or was changed since.
+        OSError: the file cannot be read.
+        ValueError: it has no checksum, or was changed since it was written.
     """
     content = read_json(path)
     if not isinstance(content, dict) or CHECKSUM not in content:
@@ -196,41 +196,41 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _unsealed(content: dict[str, Any]) -> dict[str, Any]:
-    """Take the checksum out of a sealed file's values, and compare it with them."""
+    """Remove the checksum from a sealed file's values, and verify it."""
     if content.pop(CHECKSUM) != json_sha256(content):
         raise ValueError("it was changed since it was written (the checksum of its content differs)")
     return content
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The content of a file of results, as `sealed` made it.
+    """Read a results file written with `sealed`, and verify its checksum; former keys have their new names.
 
-    One that an earlier longtrain wrote has no checksum. It is taken with a warning: hours of work are in it,
-    and nothing shows that it is damaged.
+    Files of early versions of longtrain have no checksum. They are accepted with a warning, because hours of
+    work may be in them and nothing indicates damage.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON object, or was changed since it was written.
+        ValueError: the file is not a JSON object, or was changed since it was written.
     """
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     if CHECKSUM in content:
-        return _unsealed(content)
+        return with_new_names(_unsealed(content))
     log.warning(
         "%s was written by an earlier longtrain, without a checksum; it is taken as it is, and nothing shows "
         "whether it was edited since",
         path,
     )
-    return content
+    return with_new_names(content)
 
 
 def impossible_number(value: Any, key: str = "") -> str:
-    """The first number in a JSON value that no setting or size can be, with its place; empty: there is none.
+    """Return the first impossible number (too large, or not finite) in a JSON value, with its key; else "".
 
     Args:
-        value: numbers, texts, lists and objects.
-        key: the place of `value`, e.g. `config`.
+        value: a JSON value, nested or not.
+        key: the key of `value`, e.g. `config`.
     """
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -244,15 +244,15 @@ def impossible_number(value: Any, key: str = "") -> str:
 
 @contextmanager
 def lock(path: Path, *, wait: bool = False, read_only: bool = False) -> Iterator[bool]:
-    """Whether this process holds a lock inside the block; False while another one does.
+    """Context manager that holds a lock between processes; yields False if another process holds it.
 
     Args:
-        path: a file that stands for the lock; created where it is missing.
-        wait: wait for the process that holds the lock, and then take it.
-        read_only: go on without a lock where the place may only be read: nothing is changed there then.
+        path: the lock file, created if it is missing.
+        wait: wait until the lock is free, then take it.
+        read_only: continue without a lock if the folder is read-only, since nobody can change it.
 
     Raises:
-        LongtrainError: the file cannot be made, or is no regular file.
+        LongtrainError: the file cannot be created, or is not regular.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,13 +267,13 @@ def lock(path: Path, *, wait: bool = False, read_only: bool = False) -> Iterator
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that are free on the disk where a path is, or will be."""
+    """Return the free bytes on the disk of a path, which need not exist yet."""
     path = path.expanduser().absolute()
     return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
 
 
 def cannot_write(path: Path, error: OSError) -> LongtrainError:
-    """The error of a path that cannot be written."""
+    """Build the error of a path that cannot be written."""
     reason = error.strerror or str(error)
     if error.filename is not None and not str(error.filename).startswith(str(path)):
         reason += f" ({error.filename})"
@@ -285,7 +285,7 @@ def cannot_write(path: Path, error: OSError) -> LongtrainError:
 
 
 def try_lock(stream: Any, path: Path, *, wait: bool = False) -> bool:
-    """Whether this process has the lock of an open file now; without locks in the file system, it goes on."""
+    """Lock an open file; False if another process has the lock. True if the file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and take the place of nothing but an older one of their kind."""
+"""Writes folders atomically; a folder replaces only an older one of the same kind."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 LEFT = (".*.tmp", ".DS_Store", ".nfs*", ".gitattributes", ".cache/huggingface/*")
-"""Files that a kill, a file system or a download left in a folder of ours."""
+"""Patterns of files that a killed process, a file system or a download may leave in an output folder."""
 TRIES = 100
-"""How often a new folder is made anew where another process removes or takes it in the same moment."""
+"""Attempts to create the new folder, which another process may remove or take at the same moment."""
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that longtrain writes as a whole, and how one is known, so that no other is replaced.
+    """A kind of folder that longtrain writes, and how to recognise one, so that no other folder is replaced.
 
     Args:
-        what: it is called in messages: `an artifact`.
-        marks: files or folders of which every folder of the kind holds one.
-        names: patterns of all files that it may hold (see `fnmatch`), each as deep as it has slashes.
+        what: its name in messages, with an article: `an artifact`.
+        marks: names that identify the kind: every folder of it holds at least one of these files or folders.
+        names: patterns of all files that it may hold (see `fnmatch`); a pattern matches at the depth of its
+            slashes.
     """
 
     what: str
@@ -39,10 +40,10 @@ class FolderKind:
     names: tuple[str, ...]
 
     def refuse_other(self, folder: Path) -> None:
-        """Refuse to replace what is not of this kind, or holds a file that nothing here wrote.
+        """Refuse to replace a folder that is not of this kind, or holds a file that longtrain did not write.
 
         Raises:
-            LongtrainError: what stands in the way.
+            LongtrainError: the message names the folder or the file.
         """
         if not folder.exists():
             return
@@ -57,7 +58,7 @@ class FolderKind:
             )
 
     def _foreign(self, folder: Path) -> str:
-        """What shows that a folder is not of this kind; empty where nothing does."""
+        """Return the reason why a folder is not of this kind; empty if it is."""
         inside = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
         for name in sorted(path.relative_to(folder).as_posix() for path in inside):
             depth = name.count("/")
@@ -70,21 +71,22 @@ class FolderKind:
 
 @contextmanager
 def replaced_folder(folder: Path, kind: FolderKind) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` when the block ends without an error.
+    """Context manager that yields a new folder, which replaces `folder` if the block ends without an error.
 
-    What a killed run left is settled first (see `settle`), and another process that writes `folder` is waited
-    for. Where `folder` is a symbolic link, the folder that it leads to is replaced, and the link stays.
+    A replacement that a killed run left half done is finished first (see `finish_replacement`), and the call
+    waits for another process that writes `folder`. If `folder` is a symbolic link, the folder that it points
+    to is replaced, and the link is kept.
 
     Args:
-        folder: the result; replaced where it exists and is of the same kind.
-        kind: of the folder.
+        folder: the final path; an existing folder of the same kind is replaced.
+        kind: the kind of the folder.
 
     Yields:
-        An empty folder beside it.
+        An empty folder beside `folder`.
 
     Raises:
-        LongtrainError: writing failed (disk full, no permission), or something else stands in its place;
-            `folder` is as it was before.
+        LongtrainError: writing failed (disk full, no permission), or `folder` is of another kind; it is
+            unchanged then.
     """
     place = _place(folder)
     fresh, old = _beside(place)
@@ -108,24 +110,24 @@ def replaced_folder(folder: Path, kind: FolderKind) -> Iterator[Path]:
                     _remove(old)
     except OSError as error:
         if error.errno not in FULL and error.filename is None:
-            raise  # of the network, say
+            raise  # not about this disk, e.g. a network error
         raise cannot_write(folder, error) from None
 
 
-def settle(folder: Path, *, wait: bool = False) -> None:
-    """Finish or undo the replacement of a folder that a kill has cut short, and clear away what it left.
+def finish_replacement(folder: Path, *, wait: bool = False) -> None:
+    """Finish or undo a replacement of a folder that was cut short by a kill, and remove its leftovers.
 
-    A killed `replaced_folder` leaves a part of the new folder (it is removed), or the whole new folder and
-    the old one, neither in place (the new one is put there), or the old one beside the new (it is removed).
-    A replacement that another process is at is left alone.
+    A killed `replaced_folder` leaves an incomplete new folder (which is removed), or the complete new folder
+    and the old one with neither in place (the new one is moved there), or the old one beside the new (the old
+    one is removed). A replacement that another process is running is not touched.
 
     Args:
-        folder: what readers open; they call this first.
-        wait: as a writer does: wait for another process that is replacing the folder; and clear away the part
-            of a new folder also where there never was an old one.
+        folder: the final path. Readers call this before they open it.
+        wait: used by writers: wait for another process that is replacing the folder, and remove an incomplete
+            new folder even if there never was an old one.
     """
     folder = Path(os.path.realpath(folder))
-    if not folder.name:  # the root, which nobody replaces
+    if not folder.name:  # the root folder is never replaced
         return
     fresh, old = _beside(folder)
     moving = old.exists() and not folder.exists()
@@ -143,10 +145,10 @@ def settle(folder: Path, *, wait: bool = False) -> None:
 
 
 def _place(folder: Path) -> Path:
-    """Where a folder really is, or will be: links are followed, and `..` is taken as the system takes it.
+    """Return the real path of a folder that may not exist yet, with links and `..` resolved.
 
     Raises:
-        LongtrainError: it is a link into a folder that is not there.
+        LongtrainError: it is a link into a folder that does not exist.
     """
     place = Path(os.path.realpath(folder))
     if not place.name:
@@ -160,7 +162,7 @@ def _place(folder: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with all in it; a link or a file is removed itself, and never what a link leads to."""
+    """Remove a folder with its content, a file, or a link (never the link's target)."""
     if path.is_symlink() or path.is_file():
         with suppress(OSError):
             path.unlink()
@@ -169,16 +171,16 @@ def _remove(path: Path) -> None:
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    """Where the next and the last form of a folder are while it is replaced."""
+    """Return the temporary paths of the new and the old folder during a replacement."""
     return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
 
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[None]:
-    """An empty folder beside `folder`, locked inside the block, so that no `settle` elsewhere removes it."""
+    """Make an empty folder beside `folder`, locked so that no other `finish_replacement` removes it."""
     fresh, _ = _beside(folder)
     for _ in range(TRIES):  # another process may come first
-        settle(folder, wait=True)
+        finish_replacement(folder, wait=True)
         try:
             fresh.mkdir(parents=True)
         except FileExistsError:
@@ -193,10 +195,10 @@ def _new_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _hold(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Whether this process alone may change a folder inside the block, which lasts when the folder is moved.
+    """Context manager that locks a folder, even while it is moved; yields False if another process has it.
 
-    Where there is no such folder, nobody else is at it. Where the file system knows no locks, one that would
-    wait goes on, and one that would not leaves the folder alone.
+    A missing folder counts as free. On a file system without locks the result is `wait`: writers proceed, and
+    readers leave the folder alone.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK)
@@ -218,5 +220,5 @@ def _lock_folder(handle: int, folder: Path, *, wait: bool) -> bool:
         return wait
     try:
         return os.path.samestat(os.fstat(handle), folder.stat())
-    except OSError:  # whoever had the lock has moved the folder
+    except OSError:  # the process that had the lock has moved the folder
         return False

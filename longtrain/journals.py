@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a kill, each line with a checksum, so that an edited one is refused."""
+"""Append-only files of JSON lines that survive a kill; every line has a checksum, so edits are detected."""
 
 from __future__ import annotations
 
@@ -18,29 +18,23 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 LONGEST_LINE = 2**30
-"""Bytes; a longer line is none of ours."""
+"""Largest length of a line in bytes."""
 _CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{16})"\}$')
-"""The end of a line: the first 16 hex digits of the sha256 of the line without this key."""
-
-_SUMMED = "checksums"
-"""A key of the first line of a file whose lines have checksums, so that one without them all is not old."""
-
-_old: set[Path] = set()
-"""Journals without checksums that a warning was written for."""
+"""Matches the end of a line: the first 16 hex digits of the sha256 of the line without this key."""
 
 
 class Journal:
-    """A file of lines that is only ever appended to, by one process at a time.
+    """A file of JSON lines that one process at a time appends to.
 
-    A line is on the disk before `append` returns. The part of a line that a kill left at the end is dropped
+    `append` returns once the line is flushed to the disk. An incomplete last line, left by a kill, is removed
     when the file is opened again.
 
     Args:
-        path: of the file; its folder is created where it is missing.
+        path: path of the file; its folder is created if it is missing.
 
     Raises:
-        ConfigError: another process writes the file.
-        LongtrainError: the file cannot be written, or is no regular file.
+        ConfigError: another process is writing the file.
+        LongtrainError: the file cannot be written, or is not regular.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,20 +55,20 @@ class Journal:
             log.info("torn line dropped path=%s bytes=%d", path, len(content) - whole)
             self._stream.truncate(whole)
         self.empty = whole == 0
-        """Whether the file held no line when it was opened."""
+        """True if the file held no line when it was opened."""
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Add a line, whole or not at all.
+        """Append a line atomically.
 
         Args:
             values: JSON values; at least one.
 
         Raises:
-            LongtrainError: the disk is full or not writable; what was there before is still there.
+            LongtrainError: the disk is full or not writable; the earlier lines are unchanged.
         """
         end = self._stream.seek(0, os.SEEK_END)
         try:
-            rest = with_checksum({**values, _SUMMED: True} if end == 0 else values)
+            rest = with_checksum(values)
             while rest:
                 rest = rest[self._stream.write(rest) :]
             os.fsync(self._stream.fileno())
@@ -83,52 +77,36 @@ class Journal:
             raise cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        """Let other processes write the file."""
+        """Close the file, so that other processes can write it."""
         self._stream.close()
 
 
 def with_checksum(values: Mapping[str, Any]) -> bytes:
-    """A line of a journal: JSON values, their checksum as the last key, and the line's end."""
+    """Return a journal line: JSON values with their checksum as the last key, and a newline."""
     body = json.dumps(values, allow_nan=False).encode()
     return body[:-1] + f', "sha256": "{_sum(body)}"}}\n'.encode()
 
 
 def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines of a journal; the part of one that a kill left at the end is not among them.
-
-    Lines that an earlier longtrain wrote have no checksum. They are taken with a warning, where no line in
-    front of them has one and the first does not say that they have: hours of work are in them, and nothing
-    shows that they are damaged.
+    """Yield the lines of a journal, without an incomplete last line that a kill left.
 
     Args:
-        path: of the file.
-        advice: what is to be done about a damaged line, for the message.
-        start: lines in front of this one, from 0, are not given back.
+        path: path of the file.
+        advice: end of the error message, which tells users how to repair a damaged line.
+        start: index of the first line to yield, from 0.
 
     Yields:
         The line's number, from 1, and its values.
 
     Raises:
-        DataError: a line was changed since it was written, or is none of a journal.
+        DataError: a line was changed since it was written, or is not a journal's line.
     """
-    summed = False
     try:
         with os.fdopen(open_regular(path), "rb") as stream:
             number = 0
             while (line := stream.readline(LONGEST_LINE)).endswith(b"\n"):
                 number += 1
-                values, has_sum = _values(line[:-1])
-                summed = values.pop(_SUMMED, False) is True or summed
-                if summed and not has_sum:
-                    raise ValueError("its checksum is missing")
-                if not has_sum and path not in _old:
-                    _old.add(path)
-                    log.warning(
-                        "%s was written by an earlier longtrain, without a checksum for each line; it is "
-                        "taken as it is, and nothing shows whether it was edited since",
-                        path,
-                    )
-                summed = has_sum
+                values = _values(line[:-1])
                 if number > start:
                     yield number, values
     except ValueError as error:
@@ -137,30 +115,22 @@ def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[i
         raise DataError(f"{path} cannot be read: {error.strerror}; {advice}") from None
 
 
-def unchecked(folder: Path) -> list[str]:
-    """Journals below a folder that this process has read although their lines have no checksums.
-
-    What is made from them says so, since nothing shows whether they were edited.
-    """
-    return sorted(str(path) for path in _old if folder in path.parents)
-
-
-def _values(line: bytes) -> tuple[dict[str, Any], bool]:
-    """The values of a line, and whether it has a checksum.
+def _values(line: bytes) -> dict[str, Any]:
+    """Parse a line and verify its checksum.
 
     Raises:
-        ValueError: it does not match its checksum, or is no JSON object.
+        ValueError: the line has no checksum or a wrong one, or is not a JSON object.
     """
     found = _CHECKSUM.search(line)
-    body = line if found is None else line[: found.start()] + b"}"
-    if found is not None and _sum(body) != found[1].decode():
+    if found is None:
+        raise ValueError("its checksum is missing, so it was changed since it was written")
+    body = line[: found.start()] + b"}"
+    if _sum(body) != found[1].decode():
         raise ValueError("it does not match its checksum, so it was changed since it was written")
     values = parse_json(body)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
-    if found is None and "sha256" in values:
-        raise ValueError("its checksum is not where it was written, so it was changed since")
-    return values, found is not None
+    return values
 
 
 def _sum(body: bytes) -> str:

@@ -1,9 +1,12 @@
-"""Building blocks of drafts: RMSNorm, rotary, grouped-query projections, SwiGLU. All take any leading dims.
+"""Building blocks of drafts: RMSNorm, rotary, grouped-query projections, SwiGLU; all take any leading dims.
 
 Shapes: ... leading dims (tokens, or batch and tokens), E hidden dim, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 from longtrain.errors import TargetMismatchError
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin, each [..., D], as the target's own rotary module gives them."""
+"""cos and sin, each [..., D], as returned by the target's own rotary module."""
 
 
 class RMSNorm(nn.Module):
@@ -34,13 +37,14 @@ class RMSNorm(nn.Module):
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate heads by position, halves paired as Hugging Face's Llama does.
+    """Rotate heads by position (RoPE), with halves paired as in Hugging Face's Llama.
 
     Args:
         x: [..., heads, D].
-        rope: cos and sin, [..., D], one row for each token of `x`.
+        rope: cos and sin, [..., D], for each token of `x`.
 
-    Returns: like `x`.
+    Returns:
+        A tensor like `x`.
     """
     cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rope)
     low, high = x.chunk(2, dim=-1)
@@ -48,7 +52,7 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 class GroupedQuery(nn.Module):
-    """Projections of a grouped-query attention; what lies between query and output is the caller's business.
+    """Projections of a grouped-query attention; the caller computes the attention itself.
 
     Args:
         hidden: E.
@@ -56,9 +60,9 @@ class GroupedQuery(nn.Module):
         head_dim: D; H * D need not be E.
         bias: biases on q, k and v (Qwen2); the output never has one.
         qk_norm: RMSNorm on each head of q and k before RoPE (Qwen3).
-        eps: of those norms.
-        own_keys: False leaves out k and v (cross-attention to keys and values made elsewhere).
-        outputs: size of what comes out; None: E too.
+        eps: epsilon of those norms.
+        own_keys: False leaves out k and v (cross-attention to keys and values computed elsewhere).
+        outputs: size of the output; None: E.
     """
 
     def __init__(
@@ -85,23 +89,23 @@ class GroupedQuery(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm and own_keys else None
 
     def query(self, x: Tensor, rope: Rope) -> Tensor:
-        """Rotated queries, [..., H, D], of hidden states [..., E]."""
+        """Return rotated queries, [..., H, D], of hidden states [..., E]."""
         q = self.q_proj(x).unflatten(-1, (self.heads[0], self.head_dim))
         return apply_rope(q if self.q_norm is None else self.q_norm(q), rope)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [..., G, D], of hidden states [..., E]."""
+        """Return rotated keys, and values, each [..., G, D], of hidden states [..., E]."""
         k = self.k_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
         return apply_rope(k if self.k_norm is None else self.k_norm(k), rope), v
 
     def output(self, mixed: Tensor) -> Tensor:
-        """Attention output [..., H, D] back to [..., E]."""
+        """Project attention output [..., H, D] to [..., E]."""
         return self.o_proj(mixed.flatten(-2))
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`.
+    """Gated MLP, `down(silu(gate(x)) * up(x))`.
 
     Raises:
         TargetMismatchError: the target's activation is not SiLU.
@@ -116,5 +120,16 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] to [..., E]."""
+        """Map [..., E] to [..., E]."""
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Context manager that computes fp32 matrix products in full fp32, without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

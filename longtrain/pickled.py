@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read without running what they may hold, and compared with their own checksums."""
+"""Reads files of `torch.save` without executing pickled code, and verifies their CRC checksums."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def read_pickled(path: Path, *, mmap: bool = False) -> Any:
-    """What a file of `torch.save` holds, on the CPU.
+    """Load a file of `torch.save` onto the CPU.
 
-    Torch writes a zip archive with a CRC-32 for each part and does not compare it when it reads; here all are
-    compared first. Files of before PyTorch 1.6 are no archives and have none.
+    Torch writes a zip archive with a CRC-32 for each part, but does not verify it when it loads; this
+    function verifies all parts first. Files of before PyTorch 1.6 are not archives and have no CRC.
 
     Args:
-        path: of the file.
-        mmap: leave the tensors in the file until they are used, where it is an archive.
+        path: path of the file.
+        mmap: memory-map the tensors, if the file is an archive.
 
     Raises:
-        OSError: it is missing, cannot be read, or is no regular file.
-        ValueError: it is damaged, or holds more than containers, numbers, texts and tensors; one sentence.
+        OSError: the file is missing, unreadable or not regular.
+        ValueError: it is damaged, or holds objects other than containers, numbers, strings and tensors.
     """
     import torch
 
@@ -38,38 +38,26 @@ def read_pickled(path: Path, *, mmap: bool = False) -> Any:
         if archive:
             _compare(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about protocols of pickles
+            warnings.simplefilter("ignore")  # torch warns about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True, mmap=archive and mmap)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Weights only" in str(error):  # torch's advice is to run it
+        if "weights_only" in str(error) or "Weights only" in str(error):  # torch advises to run it
             raise ValueError("it holds more than tensors, and nothing in such a file is run") from None
         raise ValueError(first_line(error)) from None
     except OSError as error:
         if error.filename is not None:
             raise
         raise ValueError(first_line(error)) from None
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        LookupError,
-        MemoryError,
-        NotImplementedError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        zipfile.BadZipFile,
-    ) as error:
+    except Exception as error:  # a damaged file may raise anything in torch, pickle or zipfile
         raise ValueError(first_line(error)) from None
 
 
 def read_pickled_tensors(path: Path, *, mmap: bool = False) -> dict[str, Tensor]:
-    """The tensors by name of a file of `torch.save`; see `read_pickled`.
+    """Load a state dict, name -> tensor, from a file of `torch.save`; see `read_pickled`.
 
     Raises:
         OSError: see `read_pickled`.
-        ValueError: see there; or it holds another thing than dense tensors by name.
+        ValueError: see `read_pickled`; or a value is not a dense tensor.
     """
     import torch
 
@@ -91,10 +79,10 @@ def read_pickled_tensors(path: Path, *, mmap: bool = False) -> dict[str, Tensor]
 
 
 def _compare(path: Path) -> None:
-    """Compare every part of an archive with its CRC.
+    """Verify the CRC of every part of an archive.
 
     Raises:
-        ValueError: one differs, or is compressed, which torch never does.
+        ValueError: a CRC differs, or a part is compressed, which torch never does.
     """
     with zipfile.ZipFile(path) as archive:
         if packed := [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]:

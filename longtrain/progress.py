@@ -1,4 +1,4 @@
-"""Progress of long work: one bar with the time left on a terminal, else a log line now and then."""
+"""Shows the progress of long work: a bar with the time left on a terminal, else a log line at intervals."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 EVERY_S = 30.0
-"""Between two log lines."""
+"""Seconds between two log lines."""
 
 
 WINDOW_S = 60.0
-"""The time left follows the pace of the last so many seconds."""
+"""Seconds over which the speed is averaged to estimate the time left."""
 REST_OF_LINE = 56
-"""Columns of a bar's line that what is done may not take: a short bar, counts and times."""
+"""Terminal columns that are reserved for the bar, the counts and the times."""
 LEAST_NAME = 12
-"""Columns that it has on any terminal."""
+"""Terminal columns that the task's name has at least."""
 
 
 class Pace:
-    """How fast work goes now, from when how much of it was done.
+    """The speed of work over the last minute, for an estimate of the time left.
 
     Args:
-        done: what was done before it began.
-        now: the clock, seconds.
+        done: items done before the measurement began.
+        now: the time, seconds.
     """
 
     def __init__(self, done: int, now: float) -> None:
         self._marks = deque([(now, done)])
 
     def mark(self, done: int, now: float) -> None:
-        """Note how much is done; marks within a second count as one, so that few are kept."""
+        """Record the number of items done; at most one mark per second is stored."""
         if len(self._marks) > 1 and now - self._marks[-2][0] < 1:
             self._marks.pop()
         self._marks.append((now, done))
@@ -46,7 +46,7 @@ class Pace:
             self._marks.popleft()
 
     def left_s(self, total: int) -> float:
-        """Seconds until all is done at this pace; NaN while nothing was done."""
+        """Return the seconds left until `total` items are done; NaN if none has been done."""
         (began, first), (now, done) = self._marks[0], self._marks[-1]
         if total <= done:
             return 0.0
@@ -56,13 +56,13 @@ class Pace:
 def follow(
     stream: Iterable[T], what: str, *, total: int | None = None, unit: str = "documents"
 ) -> Iterator[T]:
-    """The same stream, with its progress shown while it is read; without a terminal where that takes long.
+    """Yield the items of a stream and show the progress; without a terminal only if it takes long.
 
     Args:
-        stream: what is read.
-        what: its name for people.
-        total: how many items it has, where that is known.
-        unit: what is counted.
+        stream: the items.
+        what: name of the work, for display.
+        total: number of items; None: unknown.
+        unit: name of an item, for display.
     """
     with Progress(total, 0, unit, announced=False) as progress:
         for item in stream:
@@ -71,16 +71,16 @@ def follow(
 
 
 class Progress:
-    """Counts examples.
+    """Counts finished items and displays the count.
 
     Args:
-        total: of this run and of earlier runs of it; None: not known.
-        done: what earlier runs did.
-        unit: what is counted.
-        every_s: seconds between two log lines where there is no terminal.
-        bar: whether a terminal shows a bar.
-        announced: whether the log says before the first is done how many there are, and when all are; else it
-            is silent about what takes less than `every_s`.
+        total: number of items, those of earlier runs included; None: unknown.
+        done: items that earlier runs have finished.
+        unit: name of an item, for display.
+        every_s: seconds between two log lines if there is no terminal.
+        bar: True shows a bar on a terminal.
+        announced: True logs the total at the beginning and at the end; False logs nothing about work that
+            takes less than `every_s`.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        self._told = time.monotonic()
-        self._pace = Pace(self.done, self._told)
+        self._last_log = time.monotonic()
+        self._pace = Pace(self.done, self._last_log)
         if self.total != 0 and self.on_terminal:
             self._start_bar()
         elif self.total and self.announced:
@@ -114,24 +114,24 @@ class Progress:
             self._bar = None
 
     def add(self, total: int, done: int) -> None:
-        """More to be done, and of it done before: another process tells of its part."""
+        """Add items to the total, some of them already done, for another process that reports its part."""
         self.total, self.done, self.before = (self.total or 0) + total, self.done + done, self.before + done
-        self._pace = Pace(self.done, time.monotonic())  # what others did before says nothing of the pace
+        self._pace = Pace(self.done, time.monotonic())  # items done earlier do not count for the speed
         if self._bar is None and self.total and self.on_terminal:
             self._start_bar()
         elif self._bar is not None:
             self._bar.update(self._task, total=self.total, completed=self.done)
 
     def advance(self, what: str, done: int) -> None:
-        """Count some that are done."""
+        """Count finished items."""
         self.done += done
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=what)
             return
         now = time.monotonic()
         self._pace.mark(self.done, now)
-        if now - self._told >= self.every_s or (self.announced and self.done == self.total):
-            self._told, self.announced = now, True
+        if now - self._last_log >= self.every_s or (self.announced and self.done == self.total):
+            self._last_log, self.announced = now, True
             left = f" of={self.total} left_s={self._pace.left_s(self.total):.0f}" if self.total else ""
             log.info("%s: %s=%d%s", what, self.unit.replace(" ", "_"), self.done, left)
 
@@ -148,7 +148,7 @@ class Progress:
         from rich.table import Column
 
         console = Console(stderr=True)
-        room = max(LEAST_NAME, console.width - REST_OF_LINE)  # counts and times are never cut
+        room = max(LEAST_NAME, console.width - REST_OF_LINE)  # counts and times are never truncated
         columns = (
             TextColumn(
                 "{task.description}", table_column=Column(no_wrap=True, max_width=room, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""What made an output: `config.yaml` and `provenance.json`, written beside all that a job leaves on disk."""
+"""Writes `config.yaml` and `provenance.json`, which record how a job's outputs were made, beside them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _URL_LOGIN = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
 
 
 def machine_name() -> str:
-    """What this machine is called: by Slurm, where it started the process, else by its host name."""
+    """Return the machine's name: Slurm's node name inside a Slurm job, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
-    """Write `config.yaml` and `provenance.json` into a folder, each whole or not at all.
+    """Write `config.yaml` and `provenance.json` into a folder, each atomically.
 
     Args:
-        folder: created where it is missing.
+        folder: the folder, created if it is missing.
         config: the resolved configuration as plain containers; secrets are replaced by `***`.
         extra: further facts for `provenance.json`, JSON values (`data={"name": ..., "sha256": ...}`).
 
@@ -63,11 +63,11 @@ def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration that `write` left in a folder; `${...}` in it is text, since all was resolved.
+    """Read the resolved configuration that `write` stored in a folder; `${...}` in it is plain text.
 
     Raises:
-        OSError: there is none, or it is no regular file.
-        ValueError: it is damaged; one line.
+        OSError: the file is missing or not regular.
+        ValueError: it is damaged.
     """
     import yaml
 
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def gather() -> dict[str, Any]:
-    """Command, code, versions and hardware of this process, as JSON values."""
+    """Return the command, commit, package versions and hardware of this process, as JSON values."""
     return {
         "argv": [_redact_argument(arg) for arg in sys.argv],
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -94,7 +94,7 @@ def gather() -> dict[str, Any]:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """The same containers with the values of secret keys, known token shapes and URL logins hidden."""
+    """Return a copy with secrets hidden: values of secret keys, known token formats, and logins in URLs."""
     if isinstance(value, Mapping):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +109,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def without_folders(value: Any) -> Any:
-    """The same containers with each absolute path cut to its last part, for what others will read."""
+    """Return a copy with each absolute path cut to its last part, for files that will be published."""
     if isinstance(value, Mapping):
         return {name: without_folders(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -123,7 +123,7 @@ def _redact_argument(argument: str) -> str:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and dirty flag of the checkout that this package runs from; None for an installed wheel."""
+    """Return commit and dirty flag of the checkout that the package runs from; None for a wheel."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -163,19 +163,19 @@ def _gpus() -> dict[str, Any]:
 
 
 def commit_of(made: Mapping[str, Any]) -> str:
-    """The code of a `provenance.json` in one word; empty: not known."""
+    """Return the commit in a `provenance.json` for display; empty if unknown."""
     git = made.get("git") or {}
     return f"{str(git.get('commit'))[:12]}{', changed' if git.get('dirty') else ''}" if git else ""
 
 
 def machine_of(made: Mapping[str, Any]) -> str:
-    """The GPUs of a `provenance.json`, each kind once, or CPU; empty: not known."""
+    """Return the GPU models in a `provenance.json`, each once, or CPU; empty if unknown."""
     about = made.get("machine") or {}
     return ", ".join(sorted({*map(str, about.get("gpus", []))})) or ("CPU" if about else "")
 
 
 def typed_command(argv: Sequence[str]) -> str:
-    """The words of `argv` as they were typed: the command line turns a job word into an option of Hydra's."""
+    """Return the command as it was typed; the command line turns the job word into a Hydra option."""
     program, *words = [str(word) for word in argv]
     program = "python -m longtrain" if program.endswith("__main__.py") else "longtrain"
     if words:

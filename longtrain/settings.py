@@ -1,8 +1,8 @@
-"""Reads typed settings: a dataclass says which keys there are and what each may be, and pydantic checks.
+"""Reads typed settings: a dataclass declares keys and allowed values, and pydantic checks them.
 
-It is pydantic rather than OmegaConf's structured configs, because an annotation can then say the whole rule:
-ranges, choices, unions, tuples and token counts such as `4k`. Every error is one line that names the key, the
-value and what is allowed; it is put together here from the annotation alone.
+Pydantic is used rather than OmegaConf's structured configs, because annotations can then state the whole
+rule: ranges, choices, unions, tuples and token counts such as `4k`. Every error is one line with the key, the
+value and the allowed values, which are derived from the annotation.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, Gathered, now_called
 
 T = TypeVar("T")
 LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems take 255, and `.NAME.lock` and `NAME-FORMAT` are longer."""
+"""Largest length of a folder's name in bytes: file systems allow 255, and `.NAME.lock` must fit too."""
 AUTO = "auto"
-"""A setting that is found out rather than typed."""
+"""Value of a setting that is chosen automatically."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Says in an annotation what is allowed, where the types alone do not."""
+    """Annotation that describes the allowed values for error messages, if the type alone does not."""
 
     text: str
 
 
 class OneOf:
-    """Says in an annotation which values are allowed: `Annotated[int, OneOf(4, 8)]`."""
+    """Annotation that restricts a value to a set: `Annotated[int, OneOf(4, 8)]`."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Pydantic's way to ask for the check."""
+        """Return the pydantic schema of the check."""
         return handler(Annotated[source, AfterValidator(self._known)])
 
     def _known(self, value: Any) -> Any:
@@ -51,7 +51,7 @@ class OneOf:
 
 
 def parse_tokens(value: int | str) -> int:
-    """A token count: 512, "512", "1k" (1024), "1.5k", "1m".
+    """Parse a token count: 512, "512", "1k" (1024), "1.5k", "1m".
 
     Raises:
         ConfigError: not a positive count.
@@ -110,12 +110,12 @@ Name = Annotated[
         f"{LONGEST_NAME} bytes"
     ),
 ]
-"""The name of a folder below another; it leads nowhere else."""
+"""The name of a subfolder, without path separators or `..`."""
 Tokens = Annotated[int, BeforeValidator(_token_count), Words("a token count such as 512, 4k (4096) or 1.5k")]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-"""A token of a file: a whole number, and not a number or a flag that could be rounded to one."""
+"""A token id in a file: strictly an integer; floats and booleans are refused."""
 Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd), Words("1 (off), 3, 5, 7, ...")]
-"""The width of a max-pool, which is odd."""
+"""Width of a max-pool: an odd number."""
 Lengths = Annotated[
     tuple[Tokens, ...],
     Field(min_length=1),
@@ -123,7 +123,7 @@ Lengths = Annotated[
     AfterValidator(lambda lengths: tuple(sorted(lengths))),
     Words("one or more different token counts, such as [512, 4k]"),
 ]
-"""Different token counts, in growing order."""
+"""Distinct token counts in ascending order."""
 Counts = Annotated[
     tuple[Count, ...],
     Field(min_length=1),
@@ -133,29 +133,29 @@ Counts = Annotated[
 
 
 def between(low: float, high: float, kind: type = float) -> Any:
-    """The annotation of a number from `low` to `high`, both included; `kind` may be `int`."""
+    """Return the annotation of a number from `low` to `high`, both included; `kind` may be `int`."""
     return Annotated[kind, Field(ge=low, le=high)]  # type: ignore[valid-type]
 
 
 def within(least: float, most: float | None = None) -> Any:
-    """Bounds of a number, to stand in an annotation such as `Annotated[int, BOUNDS]`.
+    """Return bounds of a number for an annotation such as `Annotated[int, BOUNDS]`.
 
     Args:
-        least: the smallest value that is allowed.
-        most: the largest one; None: there is none.
+        least: the smallest allowed value.
+        most: the largest allowed value; None: no limit.
     """
     return Field(ge=least, le=most)
 
 
 NOT_EMPTY = Field(min_length=1)
-"""Stands in the annotation of a list or a text that may not be empty."""
+"""Annotation of a list or string that must not be empty."""
 
 
 def fulfils(test: Callable[[Any], bool]) -> Any:
-    """A rule to stand in an annotation beside `Words` that say it.
+    """Return an annotation for any other rule; add `Words` that describe it.
 
     Args:
-        test: whether a value, of the right type already, is allowed.
+        test: returns True for allowed values; called with values of the right type.
     """
 
     def checked(value: Any) -> Any:
@@ -167,16 +167,16 @@ def fulfils(test: Callable[[Any], bool]) -> Any:
 
 
 def one_of(names: Iterable[str]) -> Any:
-    """The annotation of a text that is one of some names."""
+    """Return the annotation of a string that must be one of `names`."""
     return Literal[tuple(names)]  # type: ignore[return-value]
 
 
 def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
-    """The annotation of different names, given back in the order of `names`.
+    """Return the annotation of a list of distinct names, which is sorted in the order of `names`.
 
     Args:
-        names: what is allowed.
-        all_if_empty: whether an empty list, or null, stands for all of them; else it is refused.
+        names: the allowed names.
+        all_if_empty: True reads an empty list or null as all names; False refuses it.
     """
     known = tuple(names)
 
@@ -194,47 +194,53 @@ def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
 
 
 def made_by(make: Callable[[Any], Any]) -> Any:
-    """Stands in an annotation and makes the value of what was typed, before anything else is checked.
+    """Return an annotation that converts the typed value before it is checked.
 
     Args:
-        make: what was typed, or the value itself -> the value; raises ConfigError.
+        make: the typed value, or an already converted one -> the value; raises ConfigError.
     """
     return BeforeValidator(make)
 
 
 def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterable[str] = ()) -> T:
-    """A settings dataclass from the values of a group of keys.
+    """Build a settings dataclass from the values of a group of keys.
 
     Args:
-        kind: a dataclass whose annotations say what is allowed; `__post_init__` may compare keys.
+        kind: a dataclass whose annotations declare the allowed values; `__post_init__` may compare keys.
         values: key -> value as typed.
-        group: what stands before the keys in messages, such as `suite`.
-        ignore: keys that are passed over where the dataclass does not have them.
+        group: prefix of the keys in messages, such as `suite`.
+        ignore: keys that are ignored if the dataclass does not have them.
 
     Raises:
-        ConfigError: an unknown or a missing key, or a value that is not allowed.
+        ConfigError: an unknown or missing key, or a value that is not allowed.
     """
     hints = get_type_hints(kind, include_extras=True)
     fields = [field for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     known = [field.name for field in fields]
     given = {key: value for key, value in values.items() if key in known or key not in ignore}
     if unknown := [key for key in given if key not in known]:
-        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
+        hint = now_called(unknown[0])
+        raise ConfigError(f"unknown key '{group}.{unknown[0]}'{hint}; known: {', '.join(known)}")
     for field in fields:
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in given:
             raise ConfigError(f"{group}.{field.name} is missing; allowed: {in_words(hints[field.name])}")
-    return kind(**{key: convert(value, hints[key], f"{group}.{key}") for key, value in given.items()})
+    converted, gathered = {}, Gathered()
+    for key, value in given.items():
+        with gathered.one():
+            converted[key] = convert(value, hints[key], f"{group}.{key}")
+    gathered.tell()
+    return kind(**converted)
 
 
 def check(settings: Any, group: str) -> None:
-    """Check and convert the fields of a settings dataclass; its `__post_init__` calls this.
+    """Check and convert the fields of a settings dataclass; called by its `__post_init__`.
 
-    The rules then hold for settings that are made in Python as well as for those that are typed.
+    The rules thus hold for settings built in Python as well as for typed ones.
 
     Args:
-        settings: an instance of a dataclass whose annotations say what is allowed; it may be frozen.
-        group: what stands before the keys in messages, such as `method`.
+        settings: an instance of a dataclass whose annotations declare the allowed values; may be frozen.
+        group: prefix of the keys in messages, such as `method`.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -246,34 +252,35 @@ def check(settings: Any, group: str) -> None:
             object.__setattr__(settings, field.name, value)
 
 
-def convert(value: Any, kind: Any, key: str) -> Any:
-    """A value as the annotation `kind` says: `3` where a float belongs becomes `3.0`, `4k` among tokens 4096.
+def convert(value: Any, kind: Any, key: str, *, strict: bool = False) -> Any:
+    """Convert a value to the annotation `kind`: `3` becomes `3.0` for a float, `4k` 4096 for a token count.
 
     Args:
-        value: as typed.
+        value: the value as typed.
         kind: a type or an annotation such as `Count`, `Lengths` or `Literal["a", "b"] | None`.
-        key: the whole key, for the message.
+        key: the full key, for the message.
+        strict: convert only integers to floats; strings are not read as numbers.
 
     Raises:
         ConfigError: the value is not allowed.
     """
     try:
-        return _adapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value, strict=strict)
     except ValidationError:
         raise wrong(key, value, in_words(kind)) from None
-    except PydanticSchemaGenerationError:  # a class that pydantic does not know: nothing to check
+    except PydanticSchemaGenerationError:  # a class unknown to pydantic: nothing to check
         return value
 
 
 def from_file(kind: Any, values: Any) -> Any:
-    """What a file holds, as `kind` says; keys that a dataclass does not have are passed over.
+    """Convert the values of a JSON file to the type `kind`; keys that a dataclass does not have are ignored.
 
     Args:
         kind: a type or an annotation such as `list[SomeDataclass]`.
-        values: as JSON has them.
+        values: the parsed JSON.
 
     Raises:
-        ValueError: something else is there; it says where the first such value is.
+        ValueError: a value has another type; the message gives the place of the first one.
     """
     try:
         return _file_adapter(kind).validate_python(values)
@@ -288,12 +295,12 @@ def _file_adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def wrong(key: str, value: Any, allowed: str) -> ConfigError:
-    """The error of a value that a key cannot have."""
+    """Build the error of a value that is not allowed for a key."""
     return ConfigError(f"{key}={_shown(value)}; allowed: {allowed}")
 
 
 def in_words(kind: Any) -> str:
-    """What an annotation allows, for people."""
+    """Describe the values that an annotation allows."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         said = [note.text for note in args[1:] if isinstance(note, Words)]
@@ -317,7 +324,7 @@ def in_words(kind: Any) -> str:
 
 
 def _bounds(notes: Iterable[Any]) -> str:
-    """`, 1 or more` from pydantic's constraints."""
+    """Describe pydantic's constraints, e.g. `, 1 or more`."""
     found: dict[str, Any] = {}
     for note in notes:
         for part in getattr(note, "metadata", None) or [note]:
@@ -333,7 +340,7 @@ def _shown(value: Any) -> str:
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Pydantic's checker of an annotation; numbers are taken for text, but flags never for numbers."""
+    """Return pydantic's validator of an annotation; numbers pass as strings, booleans never as numbers."""
     base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     plain = isinstance(base, type) and dataclasses.is_dataclass(base)
     config = None if plain else ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
@@ -341,7 +348,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _no_flags(kind: Any) -> Any:
-    """The annotation with every whole number and number refusing `true` and `false`."""
+    """Return the annotation with all its `int` and `float` types refusing booleans."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in (int, float):
         return Annotated[kind, BeforeValidator(_number)]
@@ -359,7 +366,7 @@ def _no_flags(kind: Any) -> Any:
 
 def _same_type(value: Any, allowed: Sequence[Any]) -> Any:
     if not any(type(value) is type(one) and value == one for one in allowed):
-        raise ValueError("another value")  # 0 is not false here
+        raise ValueError("another value")  # 0 must not pass as False
     return value
 
 

@@ -1,4 +1,4 @@
-"""Tables for people, in Markdown and on the terminal, and how figures are written in them."""
+"""Formats tables in Markdown and on the terminal, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 DASH = "-"
-"""What stands where there is no figure."""
+"""Cell of a missing value."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
@@ -24,12 +24,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def of_rows(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, all_columns: bool = False
 ) -> str:
-    """A Markdown table of measurements.
+    """Return a Markdown table of measurements.
 
     Args:
-        rows: one mapping a line.
-        columns: heading -> key; a dotted key reaches into a mapping.
-        all_columns: keep columns without any value; else they are left out.
+        rows: one mapping for each line.
+        columns: heading -> key; a dotted key looks into a nested mapping.
+        all_columns: True keeps columns without any value; else they are dropped.
     """
     found = {head: [value_at(row, key) for row in rows] for head, key in columns.items()}
     used = [
@@ -41,22 +41,22 @@ def of_rows(
 def without_empty(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, kept: Sequence[int] = (0,)
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and rows without the columns that hold dashes alone.
+    """Return header and rows without the columns whose cells are all dashes.
 
     Args:
-        header: of the table.
-        rows: of the table.
-        kept: numbers of the columns that stay in any case.
+        header: headings of the table.
+        rows: cells of the table.
+        kept: indices of columns that are never dropped.
     """
     used = [i for i in range(len(header)) if i in kept or any(row[i] != DASH for row in rows)]
     return [header[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table; nothing of it is cut, and what a terminal would obey is escaped.
+    """Print a table without truncating it; terminal control characters are escaped.
 
-    On a terminal that is too narrow the columns come in several blocks, each with the first column. A file
-    has them all in one.
+    On a terminal that is too narrow, the columns are split into several blocks, each with the first column.
+    Output to a file is a single block.
     """
     from rich.console import Console
     from rich.table import Table
@@ -77,17 +77,17 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | N
 
 
 class Trimmed:
-    """What rich draws, without the blanks that fill its lines: a copy from a terminal, or a file, has none.
+    """A rich renderable without trailing spaces, so that text copied from a terminal has none.
 
     Args:
-        drawn: anything that rich prints.
+        drawn: anything that rich can print.
     """
 
     def __init__(self, drawn: RenderableType) -> None:
         self.drawn = drawn
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Rich's way to ask for the lines."""
+        """Yield the lines; called by rich."""
         from rich.segment import Segment
 
         for line in console.render_lines(self.drawn, options, pad=False):
@@ -100,11 +100,11 @@ class Trimmed:
 
 
 def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of the columns that go side by side; the first column is in every block.
+    """Split columns into blocks that fit a line; return the column indices of each, the first column in all.
 
     Args:
-        widths: of the columns.
-        room: of a line.
+        widths: width of each column, in characters.
+        room: width of a line.
     """
     found, used = [[0]], widths[0]
     for at, width in enumerate(widths[1:], 1):
@@ -116,8 +116,8 @@ def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
     return found
 
 
-def say(*lines: str) -> None:
-    """Print lines on the terminal, wrapped by it alone; of what it would obey, only new lines stay."""
+def print_lines(*lines: str) -> None:
+    """Print lines without wrapping them; control characters other than newlines are escaped."""
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -126,18 +126,18 @@ def say(*lines: str) -> None:
 
 
 def printable(text: Any) -> str:
-    """Text in one line; what a terminal would obey (a file's content may be in it) is shown escaped."""
+    """Return text in one line with control characters escaped, since it may quote a file's content."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def escaped(text: Any) -> str:
-    """Text that cannot end a cell of a Markdown table or become markup."""
+    """Escape text for a cell of a Markdown table."""
     shown = " ".join(str(text).split())
-    return re.sub(r"[\\`*\[\]<>|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", shown)  # a_b is no emphasis
+    return re.sub(r"[\\`*\[\]<>|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", shown)  # a_b is not emphasis
 
 
 def number(value: Any) -> str:
-    """A value for people: numbers to three digits, thousands whole, a dash for nothing."""
+    """Format a value: numbers with three significant digits, thousands as integers, a dash for None."""
     if value is None:
         return DASH
     if isinstance(value, float):
@@ -145,13 +145,8 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def fixed(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits after the point."""
-    return DASH if value is None else f"{value:.{digits}f}"
-
-
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """A curve in one line of characters, the lowest value as a thin bar and the highest as a full one."""
+    """Draw a curve as one line of block characters, from the lowest value (thin) to the highest (full)."""
     groups = min(width, len(values))
     bounds = [len(values) * i // groups for i in range(groups + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
@@ -160,17 +155,17 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 
 def percent(share: float | None) -> str:
-    """`12.3%`."""
+    """Format a share as `12.3%`."""
     return DASH if share is None else f"{100 * share:.1f}%"
 
 
 def tokens(count: int) -> str:
-    """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
+    """Format a token count: 1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
     return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
 
 
 def interval(value: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """`2.51 [2.40, 2.63]`, `2.51` where too few examples are behind it for an interval, or a dash."""
+    """Format a value as `2.51 [2.40, 2.63]`, or `2.51` if it has no interval; a dash for None."""
     if value is None or value["value"] is None:
         return DASH
     if value["low"] is None:
@@ -179,7 +174,7 @@ def interval(value: Mapping[str, Any] | None, digits: int = 2) -> str:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """A measurement's value under a key; a dotted key reaches into a mapping. None where there is none."""
+    """Return a measurement's value under a key; a dotted key looks into nested mappings. None if missing."""
     value: Any = row
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -10,7 +10,7 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -33,13 +33,20 @@ import torch  # noqa: E402
 HERE = Path(__file__).parent
 DEFAULT_MARKS = "not slow and not gpu"
 """The tests that pyproject.toml chooses where the command line has no `-m`."""
-QUICK = (
-    "decoding/test_verify.py",
-    "e2e/test_exactness.py",
-    "methods/prompt_lookup/test_prompt_lookup.py",
-    "test_first_words.py",
-)
-"""Files of `pytest -m quick`: exactness, one method and the command line, for a first look."""
+QUICK: dict[str, tuple[str, ...]] = {
+    "decoding/test_evict.py": ("test_speculation_on_an_evicted_cache_changes_nothing",),
+    "decoding/test_selector.py": ("test_speculation_repeats_the_text",),
+    "decoding/test_verify.py": (),
+    "e2e/test_exactness.py": (),
+    "methods/eagle3/test_eagle3_runtime.py": ("test_greedy_output_is_the_targets_own",),
+    "methods/longspec/test_runtime.py": ("test_greedy_output_is_the_targets_own",),
+    "methods/magicdec/test_magicdec.py": ("test_the_text_is_the_targets_own",),
+    "methods/prompt_lookup/test_prompt_lookup.py": (),
+    "methods/quantspec/test_quantspec.py": ("test_batches_sampled_and_greedy_are_exact",),
+    "test_first_words.py": (),
+}
+"""Tests of `pytest -m quick`, a first look: the exactness of each way of decoding, one whole method, and the
+command line. File -> the functions of it; none: all of them."""
 MOST_WORKERS = 8
 """Each worker imports torch and transformers anew, and holds 1 to 2 GB."""
 
@@ -74,6 +81,25 @@ def _seeded() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mounted_once() -> Iterator[None]:
+    """`cli.mount()` reads all recipes, which takes longer than to compose one: not twice in a row."""
+    from longtrain import cli, methods
+
+    mount, last = cli.mount, []
+
+    def once(words: Sequence[str] | None = None) -> None:
+        now = [words, *methods.__path__]
+        if words is not None or now != last:
+            last.clear()
+            mount(words)
+            last[:] = now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "mount", once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -118,15 +144,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if _is_quick(collection_path) else True
 
 
-def _is_quick(path: Path) -> bool:
-    """Whether a file of tests is one of `QUICK`."""
-    return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in QUICK
+def _is_quick(path: Path, name: str | None = None) -> bool:
+    """Whether a file of tests, or the function of this name in it, is one of `QUICK`."""
+    if not path.is_relative_to(HERE):
+        return False
+    names = QUICK.get(path.relative_to(HERE).as_posix())
+    return names is not None and (name is None or not names or name in names)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the quick tests; skip GPU tests, saying why, where there is no CUDA device."""
     for item in items:
-        if _is_quick(item.path) and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        name = getattr(item, "originalname", item.name)
+        if _is_quick(item.path, name) and not any(map(item.get_closest_marker, ("slow", "gpu"))):
             item.add_marker(pytest.mark.quick)
     if torch.cuda.is_available():
         return

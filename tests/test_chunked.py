@@ -20,12 +20,12 @@ def pieces(dtype=torch.float64):
 def test_equals_plain_sum_and_scales_with_incoming_gradient():
     net, x = pieces()
     net(x).pow(2).sum().mul(0.3).backward()
-    want = [p.grad.clone() for p in net.parameters()]
+    outputs = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
     loss = chunked_sum(lambda i: net(x[3 * i : 3 * i + 3]).pow(2).sum(), 4, net.parameters())
     (0.3 * loss).backward()
     torch.testing.assert_close(loss, net(x).pow(2).sum().detach(), check_dtype=True)
-    for p, g in zip(net.parameters(), want, strict=True):
+    for p, g in zip(net.parameters(), outputs, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-13)
 
 
@@ -131,10 +131,10 @@ def test_rows_shared_by_the_chunks_pass_their_gradient_on_fp64():
 
     k, v = keys(x), torch.tanh(values(x))
     total = sum(attend(net, x, i, k, v) for i in range(4))
-    want = torch.autograd.grad(0.3 * total, everything)
+    outputs = torch.autograd.grad(0.3 * total, everything)
     loss = chunked_sum(lambda i, k, v: attend(net, x, i, k, v), 4, everything, shared=SharedRows(block, 3))
     torch.testing.assert_close(loss.detach(), total.detach(), rtol=1e-13, atol=0)
-    for got, expected in zip(torch.autograd.grad(0.3 * loss, everything), want, strict=True):
+    for got, expected in zip(torch.autograd.grad(0.3 * loss, everything), outputs, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
     with torch.no_grad():
         again = chunked_sum(

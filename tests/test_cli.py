@@ -188,7 +188,7 @@ def test_version_and_recipes(run: Run) -> None:
         (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
         (["bench", "suite=engine", "lengths=x"], ["suite.lengths=x; allowed: one or more"], 1),
-        (["bench", "suite=engine", "suite.cycles=x"], ["suite.cycles=x; allowed: a whole number"], 1),
+        (["bench", "suite=engine", "suite.warmup=x"], ["suite.warmup=x; allowed: a whole number"], 1),
         (["eval", "suite=needle", "target=tiny", "suite.needles=x"], ["suite.needles=x; allowed"], 1),
         (["eval", "target=tiny"], ["suite=acceptance measures drafts and none is given"], 1),
         (["eval", "target=tiny", "method=quantspec", "suite.text=no"], ["no held-out text at no"], 1),
@@ -236,7 +236,9 @@ class TestDispatch:
     def ran(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
         ran: list[tuple[str, str]] = []
         for job in JOBS:
-            module = type("Module", (), {"run": staticmethod(lambda cfg: ran.append((cfg.job, cfg.name)))})
+            module = type(
+                "Module", (), {"run": staticmethod(lambda cfg: ran.append((cfg.values["job"], cfg.name)))}
+            )
             monkeypatch.setitem(sys.modules, f"tests_job_{job}", module)
             monkeypatch.setitem(JOBS, job, (f"tests_job_{job}", ""))
         monkeypatch.chdir(tmp_path)
@@ -309,7 +311,7 @@ class TestDispatch:
         self, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompts: list[str] = []
-        module = type("Module", (), {"run": staticmethod(lambda cfg: prompts.append(cfg.prompt))})
+        module = type("Module", (), {"run": staticmethod(lambda cfg: prompts.append(cfg.generate.prompt))})
         monkeypatch.setitem(sys.modules, "tests_job_generate", module)
         for text in ("It's [a] {b}, 50% \"c\" \\'d ${home} = e\\", "???", "'a\\${name}'"):
             argv = self.call(monkeypatch, "generate", "target=tiny", f"prompt={text}")

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.data.config import DataConfig
 from longtrain.jobs import JOBS
-from longtrain.jobs.setup import shape_from
 from longtrain.settings import parse_tokens
 
 RECIPES = tuple(cli.recipes())
@@ -71,7 +71,7 @@ def test_recipe_values_are_accepted_by_what_they_configure(recipe: str) -> None:
     trained = methods.get(cfg["method"]["name"]).objective is not None
     if trained and kind is not methods.config_class("pretrain"):  # it reads its own corpus
         DataConfig.parse(cfg["data"])
-    shape_from(OmegaConf.create(cfg))
+    RunConfig(cfg).decode.one_shape()
     lengths = cfg["lengths"] if "lengths" in cfg else [cfg["suite"]["window"]]  # perplexity has windows
     assert lengths and all(parse_tokens(length) > 0 for length in lengths)
 
@@ -119,7 +119,7 @@ def test_paper_values(target: str) -> None:
     assert [cfg.optim.lr for cfg in (anchor, long, sft)] == [5e-4, 5e-6, 5e-6]
     for cfg, sequences in ((anchor, 2048), (long, 256), (sft, 256)):
         (stage,) = cfg.data.stages
-        assert stage.row_tokens // stage.doc_tokens * cfg.trainer.rows_per_step == sequences
+        assert stage.sequence_tokens // stage.doc_tokens * cfg.trainer.sequences_per_step == sequences
         assert stage.epochs == 1
         assert list(cfg.optim.betas) == [0.9, 0.95]
         assert (cfg.optim.weight_decay, cfg.optim.eps, cfg.optim.schedule) == (0.1, 1e-6, "cosine")

@@ -54,11 +54,11 @@ def test_value_gradients_and_hits_equal_the_plain_formula(parts, objective, bloc
     leaves = [x.requires_grad_() for x in (*passes, head)]
     settings = {"objective": objective, "kl_decay": 1.7}
     loss = fused_draft_loss(passes, head, teacher, rows, weights, block_rows=block_rows, **settings)
-    want, hits = plain_loss(passes, head, teacher, rows, weights, objective, 1.7)
-    torch.testing.assert_close(loss.total, want, rtol=1e-12, atol=0)
+    outputs, hits = plain_loss(passes, head, teacher, rows, weights, objective, 1.7)
+    torch.testing.assert_close(loss.total, outputs, rtol=1e-12, atol=0)
     assert torch.equal(loss.hit_T, hits) and hits.any()
     got = torch.autograd.grad(0.3 * loss.total, leaves)
-    for mine, theirs in zip(got, torch.autograd.grad(0.3 * want, leaves), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(0.3 * outputs, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
 
 
@@ -77,14 +77,14 @@ def test_half_precision_keeps_the_heads_gradient_in_fp32(parts):
     exact = fused_draft_loss(
         [x.requires_grad_() for x in passes], head.requires_grad_(), teacher, rows, weights, objective="kl"
     )
-    (want,) = torch.autograd.grad(exact.total, head)
+    (outputs,) = torch.autograd.grad(exact.total, head)
     half = DraftTeacher(teacher.hidden_WE.bfloat16(), teacher.head_VE.bfloat16(), teacher.draft_ids_K)
     single = head.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         loss = fused_draft_loss([x.bfloat16() for x in passes], single, half, rows, weights, objective="kl")
     (got,) = torch.autograd.grad(loss.total, single)
     assert got.dtype == torch.float32
-    assert 1e-4 < (got - want).norm() / want.norm() < 3e-2
+    assert 1e-4 < (got - outputs).norm() / outputs.norm() < 3e-2
 
 
 def test_what_does_not_fit_is_refused(parts):

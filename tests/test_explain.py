@@ -16,7 +16,7 @@ from longtrain.prompt.explain import explain
 def test_running_out_of_memory_says_what_to_do():
     long = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB ..."
     said = explain(torch.OutOfMemoryError(long))
-    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB; shorten the rows")
+    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB; shorten the packed sequences")
     assert "capacity" not in said and "\n" not in said
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from longtrain import methods
 
-STAGE = "row_tokens: 512, doc_tokens: 512"
+STAGE = "sequence_tokens: 512, doc_tokens: 512"
 COMMAND = "import sys; sys.argv = ['longtrain', *WORDS]; from longtrain import cli\n"
 COMMAND += "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
 
@@ -56,21 +56,6 @@ def test_a_dry_run_asks_for_the_login_that_a_push_needs(run, monkeypatch: pytest
     done = run(*words, "push=ORG/NAME")
     assert done.returncode == 1 and "not logged in" in done.stderr and "hf auth login" in done.stderr
     assert "push=NAME is no repository name" in run(*words, "push=NAME").stderr
-
-
-def test_a_report_whose_package_is_missing_is_refused(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    def missing(name: str, *rest: str) -> object:
-        return None if name == "plotly" else usual(name, *rest)
-
-    usual = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    done = run("eval", "target=tiny", "artifact=tiny_longspec", "report=html", "dry_run=true")
-    assert (
-        done.returncode == 1
-        and "report=html needs plotly; run: pip install 'longtrain[report]'" in done.stderr
-    )
 
 
 def test_a_format_of_another_method_names_what_serves_this_one(run) -> None:

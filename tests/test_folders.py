@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import PreparedWriter
+from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.errors import LongtrainError
-from longtrain.folders import FolderKind, replaced_folder, settle
+from longtrain.folders import FolderKind, finish_replacement, replaced_folder
 
 KIND = FolderKind("a thing", ("a", "x", "c", "y", "ids.npy"), ("?", "*.npy"))
 
@@ -59,10 +59,10 @@ def test_the_next_run_finishes_or_undoes_what_a_kill_left_at_any_step(tmp_path, 
         done = subprocess.run([sys.executable, "-c", REPLACE, str(folder), str(last)], check=False)
         left = tuple(sorted(inside(folder.parent)))
         seen.add(left)
-        settle(folder)
+        finish_replacement(folder)
         found = {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else None
         assert found in ({"a": "new", "b": "new"}, {"c": "old"} if before == "old" else None), left
-        settle(folder, wait=True)
+        finish_replacement(folder, wait=True)
         assert inside(folder.parent) == ([] if found is None else ["data"])
         if done.returncode == 0:
             break
@@ -81,7 +81,7 @@ def test_a_replacement_that_another_process_is_at_is_left_alone(tmp_path):
         (fresh / "a").write_text("old")
     with replaced_folder(folder, KIND) as fresh:
         (fresh / "a").write_text("new")
-        settle(folder)
+        finish_replacement(folder)
         assert inside(fresh) == ["a"] and (folder / "a").read_text() == "old"
     assert (folder / "a").read_text() == "new" and inside(tmp_path) == ["data"]
 
@@ -94,10 +94,10 @@ def test_without_locks_only_a_folder_that_is_missing_is_put_in_its_place(tmp_pat
     folder, fresh, old = (tmp_path / name for name in ("data", ".data.new", ".data.old"))
     folder.mkdir()
     fresh.mkdir()
-    settle(folder)
+    finish_replacement(folder)
     assert fresh.exists()
     folder.replace(old)
-    settle(folder)
+    finish_replacement(folder)
     assert inside(tmp_path) == ["data"]
     with replaced_folder(folder, KIND) as fresh:
         (fresh / "a").write_text("new")
@@ -194,7 +194,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
         with replaced_folder(home / "data", KIND) as fresh:
             assert fresh.parent == big
             (fresh / "a").write_text(text)
-        settle(home / "data")
+        finish_replacement(home / "data")
     assert (home / "data").is_symlink() and (home / "data" / "a").read_text() == "new"
     assert inside(big) == inside(home) == ["data"]
 

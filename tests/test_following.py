@@ -106,7 +106,7 @@ def test_a_length_that_fits_stays(window_1k: Path) -> None:
         (["lengths=[2k]"], ["lengths=2048 is beyond", "pass at most 896"]),
         (["method.offset_max_tokens=1025"], ["method.offset_max_tokens=1025 is beyond", "pass at most 1024"]),
         (
-            ["data.stages=[{fraction: 1.0, row_tokens: 4096, doc_tokens: 2048}]", "lengths=[4k]"],
+            ["data.stages=[{fraction: 1.0, sequence_tokens: 4096, doc_tokens: 2048}]", "lengths=[4k]"],
             ["data.stages.doc_tokens=2048 is beyond", "lengths=4096 is beyond"],
         ),
     ],
@@ -162,7 +162,7 @@ def test_an_evaluation_reads_what_was_prepared_of_the_users_files(tmp_path: Path
         ("data.stages.0.doc_tokens=4", True),
         ("+data={stages: []}", False),
         ("data=small", False),
-        ("data.val_rows=2", False),
+        ("data.val_sequences=2", False),
     ],
 )
 def test_what_counts_as_typed(word: str, yes: bool) -> None:
@@ -173,19 +173,19 @@ class TestMemory:
     def test_rows_become_shorter_and_a_step_takes_more_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=1.1 * GIB)
         (line,) = memory.fit_memory(cfg, ["train"], [])
-        rows = cfg.data.stages[0].row_tokens
+        rows = cfg.data.stages[0].sequence_tokens
         assert rows < 32768 and rows * cfg.trainer.accumulate_grad_batches == 32768
         assert rows >= cfg.data.stages[0].doc_tokens
         assert line.startswith("fitted to 1.1 GiB of free memory:") and f"[{rows}] (was [32768])" in line
 
     def test_what_fits_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=500 * GIB)
-        assert memory.fit_memory(cfg, ["train"], []) == [] and cfg.data.stages[0].row_tokens == 32768
+        assert memory.fit_memory(cfg, ["train"], []) == [] and cfg.data.stages[0].sequence_tokens == 32768
 
     def test_what_is_typed_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=1.1 * GIB)
         words = ["data.stages=[...]", "method.chunk_tokens=0"]
-        assert memory.fit_memory(cfg, ["train"], words) == [] and cfg.data.stages[0].row_tokens == 32768
+        assert memory.fit_memory(cfg, ["train"], words) == [] and cfg.data.stages[0].sequence_tokens == 32768
 
     def test_prompts_of_an_evaluation_fit_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=500 * GIB)
@@ -204,10 +204,10 @@ class TestMemory:
         (folder / "checkpoints" / "last.ckpt").mkdir(parents=True)
         kept = OmegaConf.to_container(cfg)
         assert isinstance(kept, dict)
-        kept["data"]["stages"][0]["row_tokens"], kept["trainer"]["accumulate_grad_batches"] = 8192, 4
+        kept["data"]["stages"][0]["sequence_tokens"], kept["trainer"]["accumulate_grad_batches"] = 8192, 4
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(kept)))
         assert memory.fit_memory(cfg, ["train"], []) == []
-        assert (cfg.data.stages[0].row_tokens, cfg.trainer.accumulate_grad_batches) == (8192, 4)
+        assert (cfg.data.stages[0].sequence_tokens, cfg.trainer.accumulate_grad_batches) == (8192, 4)
 
 
 def _no_driver(name: str) -> None:
@@ -247,11 +247,11 @@ def _trained(monkeypatch: pytest.MonkeyPatch, *, free: float) -> DictConfig:
                 "shard": None,
             },
             "method": {"name": "eagle3", "draft_vocab_size": 0, "depths": 5, "chunk_tokens": 2048},
-            "data": {"stages": [{"fraction": 1.0, "row_tokens": 32768, "doc_tokens": 2048}]},
+            "data": {"stages": [{"fraction": 1.0, "sequence_tokens": 32768, "doc_tokens": 2048}]},
             "trainer": {
                 "accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true",
                 "strategy": "auto",
-                "accumulate_grad_batches": 1, "rows_per_step": None, "gradient_clip_val": 1.0,
+                "accumulate_grad_batches": 1, "sequences_per_step": None, "gradient_clip_val": 1.0,
             },
             "features": {"mode": "online"},
             "optim": {"name": "adamw"},

@@ -62,7 +62,9 @@ def test_a_path_arrives_as_it_is_typed(key: str) -> None:
 def test_what_is_no_text_is_hydras_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/home/josé")
     assert arrives("seed=3") == 3 and arrives("optim.lr=1e-3") == 1e-3 and arrives("quiet=true") is True
-    assert arrives("data.stages=[{fraction: 1.0, row_tokens: 8}]") == [{"fraction": 1.0, "row_tokens": 8}]
+    assert arrives("data.stages=[{fraction: 1.0, sequence_tokens: 8}]") == [
+        {"fraction": 1.0, "sequence_tokens": 8}
+    ]
     assert arrives("data.prompt_tokens=[64,128]") == [64, 128] and arrives("lengths=[]") == []
     assert arrives("init=null") is None and arrives("home=${oc.env:WHERE}/a=b") == "/home/josé/a=b"
     assert arrives("data.text='a, b'") == "a, b", "all of it in quotes: these are the grammar's"
@@ -101,7 +103,8 @@ def test_a_command_finds_its_files_in_a_folder_of_any_name(
     def job(cfg: Any) -> None:
         argv = list(sys.argv[1:])
         keys = ("data.text", "home", "name", "run_dir", "data.name", "target.path", "prompt_file")
-        seen.append(({key: OmegaConf.select(cfg, key) for key in keys}, argv))
+        values = OmegaConf.create(cfg.values)
+        seen.append(({key: OmegaConf.select(values, key) for key in keys}, argv))
 
     monkeypatch.setitem(sys.modules, "tests_grammar", type("Module", (), {"run": staticmethod(job)}))
     monkeypatch.setitem(JOBS, "generate", ("tests_grammar", ""))

@@ -34,9 +34,9 @@ def test_it_and_its_gradient_are_those_of_each_prompt(bounds):
     pred, true, prompt = row(bounds=bounds)
     true[:, 12], true[1, 3] = 0.0, 0.0
     pred.requires_grad_()
-    got, want = importance_kl(pred, true, prompt, len(bounds)), plainly(pred, true, bounds)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-    mine, theirs = (torch.autograd.grad(3 * x, pred)[0] for x in (got, want))
+    got, outputs = importance_kl(pred, true, prompt, len(bounds)), plainly(pred, true, bounds)
+    torch.testing.assert_close(got, outputs, rtol=1e-12, atol=0)
+    mine, theirs = (torch.autograd.grad(3 * x, pred)[0] for x in (got, outputs))
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
     outside = torch.ones(45, dtype=torch.bool)
     for a, b in bounds:

@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 
 from longtrain import cli
 from longtrain.assets import asset_dir
-from longtrain.data.config import DataConfig
+from longtrain.config import RunConfig
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, train
-from longtrain.jobs.setup import plain
 
 TARGETS = ("llama1b", "llama3b", "llama8b", "qwen3_1b7", "qwen3_4b", "qwen3_8b")
 
@@ -69,17 +68,17 @@ def test_the_mixture_has_86_thousand_rows() -> None:
 def test_variants_are_one_key_each_of_the_data(name: str) -> None:
     for key, value in (("answers", "source"), ("question", "response"), ("prompt_tokens", [512, 2048])):
         cfg = recipe(name, f"data.{key}={value}")
-        made = DataConfig.parse(plain(cfg.data))
+        made = RunConfig.from_hydra(cfg).data
         assert getattr(made, key) == (tuple(value) if isinstance(value, list) else value)
         assert made.labels == "last_answer"
 
 
 def test_the_small_mixture_is_of_questions_for_the_most_part() -> None:
     """With 60 novels and 4000 files of code that are long enough for a prompt; the recipe has half of it."""
-    small = recipe("small", "data.books=books", "data.code=code").data
-    assert DataConfig.parse(plain(small)).sources[-1].rows == small.questions == 7168
-    data = compose("train", overrides=["data=lookaheadkv_small", "data.books=books", "data.code=code"]).data
-    made = DataConfig.parse(plain(data))
+    small = RunConfig.from_hydra(recipe("small", "data.books=books", "data.code=code"))
+    assert small.data.sources[-1].rows == small.data_values["questions"] == 7168
+    words = ["data=lookaheadkv_small", "data.books=books", "data.code=code"]
+    made = RunConfig.from_hydra(compose("train", overrides=words)).data
     books, code, _, questions = made.sources
     counts = [60 * books.prompts * books.weight, 4000 * code.prompts * code.weight, questions.rows]
     shares = [count / sum(counts) for count in counts]
@@ -120,8 +119,8 @@ def test_data_and_method_agree_on_the_question(
     def load(*args: object, **keys: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(features, "load_target_from", load)
+    monkeypatch.setattr(features, "load_target", load)
     chosen = (f"data.question={question}", f"method.response={response}")
     cfg = recipe("tiny", f"home={tmp_path}", "name=one", "trainer=cpu", *chosen)
     with pytest.raises(ConfigError if message else ReachedError, match=message):
-        train.run(cfg)
+        train.run(RunConfig.from_hydra(cfg))

@@ -13,7 +13,7 @@ from longtrain.losses import (
     fused_linear_kl,
     fused_linear_top_kl,
     greedy_hits,
-    top_law,
+    top_tokens,
 )
 
 T, E, V = 23, 12, 57
@@ -78,8 +78,8 @@ def test_kl_weights_rows(parts):
     hidden, teacher, head, labels = parts
     mask, weights = labels != IGNORE, torch.linspace(0, 2, T, dtype=torch.float64)
     each = [plain_kl(hidden[i : i + 1], teacher[i : i + 1], head, slice(None)) for i in range(T)]
-    want = (torch.stack(each) * weights * mask).sum()
-    torch.testing.assert_close(fused_linear_kl(hidden, teacher, head, mask, weights_T=weights).total, want)
+    outputs = (torch.stack(each) * weights * mask).sum()
+    torch.testing.assert_close(fused_linear_kl(hidden, teacher, head, mask, weights_T=weights).total, outputs)
 
 
 def test_kl_gradient_by_finite_differences(parts):
@@ -115,14 +115,16 @@ def test_bf16_autocast_is_close_to_fp64(parts, loss):
     with torch.autocast("cpu", torch.bfloat16):
         if loss == "kl":
             got = fused_linear_kl(h, t, w).total
-            want = plain_kl(hidden, teacher, head, slice(None))
+            outputs = plain_kl(hidden, teacher, head, slice(None))
         else:
             got = fused_linear_ce(h, w, labels)
-            want = functional.cross_entropy(hidden @ head.t(), labels, ignore_index=IGNORE, reduction="sum")
+            outputs = functional.cross_entropy(
+                hidden @ head.t(), labels, ignore_index=IGNORE, reduction="sum"
+            )
     got.backward()
     assert got.dtype == torch.float32  # summed in fp32; operands rounded to bf16: 2^-8 a logit
     assert h.grad.dtype == torch.float32
-    torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=0)
+    torch.testing.assert_close(got.double(), outputs, rtol=3e-2, atol=0)
 
 
 def test_hits_count_only_supervised_rows(parts):
@@ -167,7 +169,7 @@ def test_liger_equals_eager_twin_on_cuda(parts):
 def test_top_kl_equals_the_kl_of_merged_laws(parts, k, block_rows):
     hidden, teacher, head, _ = parts
     weights = torch.linspace(0, 2, T, dtype=torch.float64)
-    law = top_law(teacher, head, k)
+    law = top_tokens(teacher, head, k)
     a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     got = fused_linear_top_kl(a, law, head, weights_T=weights, block_rows=block_rows)
     (3 * got.total).backward()
@@ -190,4 +192,4 @@ def test_top_kl_equals_the_kl_of_merged_laws(parts, k, block_rows):
 def test_top_kl_refuses_shapes_that_do_not_fit(parts):
     hidden, teacher, head, _ = parts
     with pytest.raises(ConfigError, match="do not fit"):
-        fused_linear_top_kl(hidden, top_law(teacher[:-1], head, 3), head)
+        fused_linear_top_kl(hidden, top_tokens(teacher[:-1], head, 3), head)

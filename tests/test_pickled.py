@@ -27,9 +27,9 @@ def test_tensors_come_back(tmp_path, mmap):
 
 def test_no_bit_that_flips_gives_other_tensors(tmp_path):
     torch.save(TENSORS, tmp_path / "x.bin")
-    whole, coins, refused = (tmp_path / "x.bin").read_bytes(), random.Random(0), 0
+    whole, rng, refused = (tmp_path / "x.bin").read_bytes(), random.Random(0), 0
     for _ in range(300):
-        at, bit = coins.randrange(len(whole)), coins.randrange(8)
+        at, bit = rng.randrange(len(whole)), rng.randrange(8)
         (tmp_path / "y.bin").write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
         try:
             found = read_pickled_tensors(tmp_path / "y.bin")

@@ -29,8 +29,8 @@ def test_the_time_left_follows_the_last_minute() -> None:
 
 def test_a_figures_family_keeps_its_name() -> None:
     named = ["head_1", "head_2", "acc_1", "acc_d2", "acc/depth_3", "loss", "bad2"]
-    figures = {f"train/{name}": 0.5 for name in named}
-    assert callbacks.short(figures) == "head 0.500,0.500 acc 0.500,0.500,0.500 loss 0.500 bad 0.500"
+    metrics = {f"train/{name}": 0.5 for name in named}
+    assert callbacks.short(metrics) == "head 0.500,0.500 acc 0.500,0.500,0.500 loss 0.500 bad 0.500"
 
 
 def test_a_training_line_keeps_its_steps_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.files import lock
 from longtrain.jobs import JOBS, KEPT
-from longtrain.prompt.completion import SHELLS, offered
 from longtrain.prompt.explain import explain
 from longtrain.prompt.help import group_keys, job_help
 from longtrain.prompt.interrupts import NOTHING_DONE
@@ -67,17 +66,24 @@ def test_help_of_a_method_has_all_its_fields(name: str) -> None:
     assert said == list(methods.config_class(name).__dataclass_fields__)
 
 
-def test_completion_offers_jobs_recipes_groups_and_keys() -> None:
-    assert {"train", "eval", "recipes", "+recipe=", "target="} <= set(offered([""]))
-    assert offered(["eval", "+recipe=quickst"]) == ["+recipe=quickstart"]
-    assert offered(["eval", "+recipe=quickstart", "method.window"]) == ["method.window="]
-    assert offered(["generate", "prompt_"]) == ["prompt_file="] and offered(["eval", "prompt_"]) == []
-    assert "suite.needles=" in offered(["eval", "suite=needle", "suite."])
-    assert offered(["eval", "target=tin"]) == ["target=tiny"]
-    assert offered(["job=ex"]) == ["job=export"] and "job=[train" in offered(["job="])
-    assert offered(["job=[train,ex"]) == ["job=[train,export,", "job=[train,export]"]
-    assert offered(["completion", ""]) == ["bash", "zsh"] and offered(["completion", "z"]) == ["zsh"]
-    assert offered(["job=train,gen"]) == ["job=train,generate"]
+def test_completion_offers_jobs_recipes_groups_and_keys(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(line: str) -> list[str]:
+        monkeypatch.setenv("COMP_LINE", f"longtrain {line}")
+        done = run("-sc", "query=bash")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert {"train", "eval", "recipes", "callbacks=", "seed="} <= set(offered(""))
+    assert offered("eval +recipe=quickst") == ["+recipe=quickstart"]
+    assert offered("eval +recipe=quickstart method.window") == ["method.window="]
+    assert offered("generate prompt_") == ["prompt_file="] and offered("eval prompt_") == []
+    assert "suite.batch=" in offered("eval suite=needle suite.")
+    assert offered("config eval target=tin") == ["target=tiny"]
+
+
+def test_completion_for_another_shell_is_refused(run: Run) -> None:
+    done = run("completion", "tcsh")
+    assert done.returncode == 2 and "completion for tcsh? allowed: bash, zsh, fish" in done.stderr
 
 
 def test_bash_takes_the_completion(tmp_path: Path) -> None:
@@ -88,13 +94,14 @@ def test_bash_takes_the_completion(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parent.parent)}
     line = "longtrain eval +recipe=quickst"
     script = (
-        f"{SHELLS['bash']}\nCOMP_LINE='{line}' COMP_POINT={len(line)}; _longtrain; echo ${{COMPREPLY[@]}}"
+        'eval "$(longtrain completion bash)"\n'
+        f"COMP_LINE='{line}' COMP_CWORD=2; hydra_bash_completion; echo ${{COMPREPLY[@]}}"
     )
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
     done = subprocess.run([bash, "-c", script], capture_output=True, text=True, env=env)
-    assert done.stdout.split() == ["quickstart"], done.stderr  # bash itself keeps what stands before the =
+    assert done.stdout.split() == ["+recipe=quickstart"], done.stderr
 
 
 def test_config_prints_what_is_resolved(run: Run) -> None:
@@ -193,7 +200,7 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
 @pytest.mark.parametrize("word", ["nan", "1e3", "007", "1_000", "1.5", "inf", "True"])
 def test_names_are_text_however_they_look(word: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     seen: list[tuple[object, object]] = []
-    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.artifact)))
+    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.values["artifact"])))
     for typed in (word, f"'{word}'"):
         done = run("bench", "target=tiny", f"name={typed}", f"artifact=[a1, {typed},b]", "quiet=true")
         assert done.returncode == 0, done.stderr
@@ -215,8 +222,8 @@ def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:
     again = run("job=[train,export]", "+recipe=quickstart", "name=ec", "dry_run=true")
     assert again.returncode == 0, again.stderr
     assert again.stderr == (
-        "dry run of train, export: no fault in what is checked before work begins; "
-        "GPUs, memory and the rows of data are checked later\n"
+        "dry run of train, export: no error in what is checked before work begins; "
+        "GPUs, memory and the content of data are checked later\n"
     )
 
 
@@ -236,7 +243,12 @@ def test_eval_takes_what_the_same_command_exported(
         (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
         (tmp_path / "checkpoints" / "mine" / "longtrain.json").write_text("{}")
 
-    fake(monkeypatch, train=lambda cfg: None, export=export, eval=lambda cfg: seen.append(cfg.artifact))
+    fake(
+        monkeypatch,
+        train=lambda cfg: None,
+        export=export,
+        eval=lambda cfg: seen.append(cfg.values["artifact"]),
+    )
     words = ["job=[train,export,eval]", "target=tiny", "method=longspec", "data=excerpt", "name=mine"]
     done = run(*words, "quiet=true")
     assert done.returncode == 0, done.stderr
@@ -410,7 +422,7 @@ def test_a_recipe_of_ones_own_has_its_files_name(
         "# @package _global_\n# What I try\ndefaults:\n  - override /target: tiny\n  - _self_\nseed: 3\n"
     )
     seen: list[tuple[str, str, int]] = []
-    fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.run_dir, cfg.seed)))
+    fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.values["run_dir"], cfg.seed)))
     done = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "quiet=true")
     assert done.returncode == 0, done.stderr
     (folder / "mine.yaml").write_bytes(b"\xef\xbb\xbf" + (folder / "mine.yaml").read_bytes())
@@ -460,7 +472,7 @@ def test_what_a_run_and_its_data_are_called(
 ) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     seen: list[tuple[str, str | None]] = []
-    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.data.name if cfg.data else None)))
+    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.data_values.get("name"))))
     done = run("bench", *words, "quiet=true")
     assert done.returncode == 0, done.stderr
     assert seen == [(name, data)]

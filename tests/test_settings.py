@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from longtrain.errors import ConfigError
+from longtrain.data.config import PackingStage
+from longtrain.errors import RENAMED, ConfigError, now_called, with_new_names
 from longtrain.settings import (
     Count,
     Counts,
@@ -61,6 +62,14 @@ def test_names_of_folders_below_another_are_taken(name):
     assert convert(name, Name, "name") == str(name)
 
 
+def test_a_former_name_is_told_from_an_unknown_one():
+    for key, new in RENAMED.items():
+        assert now_called(f"group.{key}") == f"; it is called {new} now"
+    assert now_called("anything") == ""
+    with pytest.raises(ConfigError, match=r"unknown key 'data.row_tokens'; it is called sequence_tokens now"):
+        read(PackingStage, {"row_tokens": 512, "fraction": 1.0}, "data")
+
+
 def test_values_become_what_their_annotation_says() -> None:
     found = read(Probe, {"lengths": ["2k", 512], "share": 1, "count": 3.0}, "suite")
     assert found == Probe((512, 2048), 1.0, "exact", 3)
@@ -97,3 +106,13 @@ def test_what_is_not_allowed_is_one_line(values, message) -> None:
 def test_kinds_of_values_refuse_what_they_are_not(value, kind) -> None:
     with pytest.raises(ConfigError, match=r"^key=.*allowed: "):
         convert(value, kind, "key")
+
+
+def test_settings_of_an_earlier_run_are_read_by_their_names_of_today():
+    old = {"data.stages": [{"row_tokens": 512}], "trainer.rows_per_step": 1, "method": {"window": 4}}
+    new = {
+        "data.stages": [{"sequence_tokens": 512}],
+        "trainer.sequences_per_step": 1,
+        "method": {"window": 4},
+    }
+    assert with_new_names(old) == new

@@ -1,1 +1,1 @@
-"""`suite=elastic`: sparse decoding with rows on the GPU and on the host, what moves, what it brings."""
+"""`suite=elastic`: sparse decoding with KV entries on the GPU and on the host; times and transfers."""

@@ -1,4 +1,4 @@
-"""Steps of a text that grows under a cap on memory, as one layer's rows after another leave the device."""
+"""Decode-step latency as a sequence grows and layers' KV caches are offloaded to the host one by one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from benchmarks import drawing
 from benchmarks.elastic.settings import ElasticSettings
 from benchmarks.elastic.steps import sparse, timed
 from longtrain import plots
 from longtrain.bench.suites import Row
 from longtrain.cache.elastic import ElasticCache, Offloading
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs.elastic import ElasticMemory
 from longtrain.costs.hardware import GIB
 from longtrain.decoding.captured import Cycles
@@ -29,12 +30,12 @@ COLUMNS = {
 
 @torch.no_grad()
 def measure(target: Target, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
-    """Rows at growing lengths, with the lengths since the row before at which layers had to leave."""
+    """Yield a row for each length, with the lengths since the previous row at which layers were offloaded."""
     growth = settings.growth
     offloading = Offloading(memory_gib=settings.growth_gib, side_by_side=settings.side_by_side[0])
-    phases, cache = sparse(target, growth[0], budget, offloading, settings, grows=growth[-1] - growth[0])
+    decode_step, cache = sparse(target, growth[0], budget, offloading, settings, grows=growth[-1] - growth[0])
     thresholds = _memory(target, budget, offloading, settings).thresholds(settings.growth_gib * GIB)
-    cycles, before = Cycles(phases, captured=True), None
+    cycles, before = Cycles(decode_step, captured=True), None
     last = 0
     for length in growth:
         row: Row = {"tokens": length, "kind": "growth", **at_length(cycles, cache, length, settings)}
@@ -45,7 +46,7 @@ def measure(target: Target, budget: ReadBudget, settings: ElasticSettings) -> It
 
 
 def at_length(cycles: Cycles, cache: ElasticCache, length: int, settings: ElasticSettings) -> Row:
-    """Steps of a text as if it had grown to a length; rows that nobody wrote mean nothing."""
+    """Time steps as if the sequence had grown to a length; skipped KV entries hold arbitrary values."""
     cache.make_room(length + settings.warmup + settings.steps + 1)
     cache.len_B.fill_(length)
     return {"on_host": len(cache.offloaded), **timed(cycles, settings)}
@@ -54,7 +55,7 @@ def at_length(cycles: Cycles, cache: ElasticCache, length: int, settings: Elasti
 def _memory(
     target: Target, budget: ReadBudget, offloading: Offloading, settings: ElasticSettings
 ) -> ElasticMemory:
-    """The arithmetic of what the cache takes on the device."""
+    """Return the predicted device memory of the cache."""
     info = target.info
     return ElasticMemory(
         info.n_layers,
@@ -63,15 +64,15 @@ def _memory(
         settings.batch,
         target.dtype.itemsize,
         slots=budget.rows + budget.every,
-        page_rows=offloading.page_rows,
+        page_entries=offloading.page_entries,
     )
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """Milliseconds of a step by length, with the lengths at which layers leave the device."""
+    """Plot the milliseconds of a step by length, with the lengths at which layers are offloaded."""
     figure, (axes,) = plots.panels(1, size=(6.5, 4.0))
-    figures = [plots.of_spread(row["step_ms"]) for row in rows]
-    plots.points(axes, [row["tokens"] for row in rows], figures, "step, 10th to 90th percentile")
+    metrics = [drawing.of_spread(row["step_ms"]) for row in rows]
+    plots.points(axes, [row["tokens"] for row in rows], metrics, "step, 10th to 90th percentile")
     named: dict[str, Any] = {"label": "one more layer leaves the device"}
     for row in rows:
         for tokens in row["thresholds"]:

@@ -1,10 +1,9 @@
-"""Throughput of requests with a prompt and an output of given lengths, by arithmetic from sampled steps.
+"""Throughput of workloads (requests with given prompt and output lengths), estimated from sampled steps.
 
-As many requests are served at once as a cap on the device's keys and values allows, and one on the host's
-where rows lie there. Steps are timed at some lengths from the prompt to the last token; between them their
-time is taken to be linear. Prompts are read one after another, each in the time of one, measured on a plain
-cache. Nothing is generated to the end.
-Source: SpeContext (arXiv 2512.00722) Table 3 and Fig. 11.
+The batch is as large as the caps on device and host memory for keys and values allow. Steps are timed at some
+lengths from the prompt to the last token; between them the time is interpolated linearly. Prompts are read
+one after another, each in the time of one that is measured on a plain cache. No request is generated to the
+end. Source: SpeContext (arXiv 2512.00722) Table 3 and Fig. 11.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from benchmarks.elastic.growth import at_length
 from benchmarks.elastic.settings import ADAPTIVE, FULL, FULL_HOST, MODES, ElasticSettings
 from benchmarks.elastic.steps import plain, room, sparse, timed
 from longtrain.bench import clock
-from longtrain.bench.cycles import random_ids
-from longtrain.bench.suites import Row
+from longtrain.bench.suites import Row, random_ids
 from longtrain.cache.elastic import Offloading
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs.hardware import GIB
 from longtrain.decoding.captured import Cycles
 from longtrain.decoding.prefill import prefill
@@ -44,10 +42,10 @@ COLUMNS = {
 
 
 def measure(target: Target, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
-    """A row for every mix and system.
+    """Yield a row for each workload and system.
 
     Raises:
-        ConfigError: a cap that does not hold one request.
+        ConfigError: a cap is too small for one request.
     """
     for prompt, output in settings.mixes:
         read_ms = _prefill_ms(target, prompt)
@@ -74,7 +72,7 @@ def _served(
     output: int,
     read_ms: float,
 ) -> Iterator[Row]:
-    """What a system makes of a mix."""
+    """Return the throughput of a system on a workload."""
     batch = requests(target, budget, settings, system, prompt + output)
     yield {"batch": batch, "mix_gib": settings.mix_gib, "mix_host_gib": settings.mix_host_gib}
     count = settings.mix_points - 1
@@ -103,7 +101,7 @@ def _steps(
     lengths: Sequence[int],
     batch: int,
 ) -> Iterator[Row]:
-    """Steps of so many texts at growing lengths."""
+    """Time steps of a batch of requests at growing lengths."""
     if system == FULL:
         for length in lengths:
             yield timed(Cycles(plain(target, length, batch, settings), captured=True), settings)
@@ -111,7 +109,7 @@ def _steps(
         return
     offloading = MODES.get(system, Offloading(memory_gib=settings.mix_gib if system == ADAPTIVE else None))
     offloading = replace(offloading, side_by_side=settings.side_by_side[0])
-    phases, cache = sparse(
+    decode_step, cache = sparse(
         target,
         lengths[0],
         budget,
@@ -121,16 +119,16 @@ def _steps(
         grows=lengths[-1] - lengths[0],
         selects=system != FULL_HOST,
     )
-    cycles = Cycles(phases, captured=True)
+    cycles = Cycles(decode_step, captured=True)
     for length in lengths:
         yield at_length(cycles, cache, length, settings)
 
 
 def requests(target: Target, budget: ReadBudget, settings: ElasticSettings, system: str, tokens: int) -> int:
-    """Requests of so many tokens that are served at once.
+    """Return the number of requests of `tokens` tokens that fit the caps.
 
     Raises:
-        ConfigError: not even one.
+        ConfigError: not even one request fits.
     """
     info = target.info
     row = 2 * info.n_layers * info.n_kv_heads * info.head_dim * target.dtype.itemsize
@@ -149,7 +147,7 @@ def requests(target: Target, budget: ReadBudget, settings: ElasticSettings, syst
 
 @torch.no_grad()
 def _prefill_ms(target: Target, prompt: int) -> float:
-    """Milliseconds of reading one prompt."""
+    """Measure the milliseconds of reading one prompt."""
     prompts = random_ids(target.info.vocab_size, 1, prompt, seed=prompt)
 
     def read() -> None:

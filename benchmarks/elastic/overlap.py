@@ -1,8 +1,8 @@
-"""Sets of rows that change from step to step by a given share.
+"""A selector whose sets of KV entries change from step to step by a given share.
 
-No head need be trained; which rows come anew is random, so they lie scattered, as they do for a head.
+No retrieval head is needed. New entries are random, and therefore scattered, as with a trained head.
 
-Shapes: B batch, X sets, K rows of a set, S rows of a sequence.
+Shapes: B batch, X sets, K KV entries of a set, S KV entries of a sequence.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.targets.model import Target
 
 
 class OverlapSelector(Selector):
-    """Chooses a given share of the rows of the last set again, and others at random.
+    """Selects a given share of the last set's entries again, and others at random.
 
     Args:
         budget: see `Selector`.
-        target: whose layers share a set for each KV head.
+        target: the target; its layers share one set for each KV head.
         overlap: the share.
     """
 
@@ -34,17 +34,17 @@ class OverlapSelector(Selector):
 
     def ahead(self, root_B: Tensor) -> Tensor:
         """See `Selector`."""
-        assert self.cache is not None and self.cache.row_sets is not None
-        sets = self.cache.row_sets
+        assert self.cache is not None and self.cache.entry_sets is not None
+        sets = self.cache.entry_sets
         return overlapping(sets.idx_BXK, sets.n_B, self.cache.used, self.overlap)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """It has no state but the sets."""
+        """Return no tensors, since the sets are the only state."""
         return ()
 
 
 def overlapping(idx_BXK: Tensor, n_B: Tensor, rows: int, overlap: float) -> Tensor:
-    """Scores by which a share of some sets is chosen again, and other rows at random."""
+    """Return scores that select a share of the given sets again, and other entries at random."""
     B, X, K = idx_BXK.shape
     scores_BXS = torch.rand(B, X, rows + 1, device=idx_BXK.device)
     again_BXK = torch.where(torch.rand(B, X, K, device=idx_BXK.device) < overlap, 2.0, -1.0)

@@ -1,4 +1,4 @@
-"""The keys of `suite=elastic`, and where rows may lie and how they may come."""
+"""The keys of `suite=elastic`, and the modes of storing and transferring KV entries."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from longtrain.bench.suites import Auto
 from longtrain.cache.elastic import Offloading
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.errors import ConfigError
 from longtrain.settings import Count, CountOrZero, Counts, OneOf, Positive, Share, Tokens, Words, within
 
 RESIDENT_GIB = 2.0**20
-"""A cap that nothing meets: every layer stays on the device."""
+"""A cap that is never reached: every layer stays on the device."""
 MODES = {
     "gpu": Offloading(memory_gib=RESIDENT_GIB),
     "sync_all": Offloading(prefetch=False, difference=False),
@@ -20,12 +20,12 @@ MODES = {
     "async_all": Offloading(difference=False),
     "async_difference": Offloading(),
 }
-"""Where rows are and how they come: all resident; on the host, all of a set or what is new of it, before the
-step or on a side stream."""
+"""Modes: all entries on the device; or entries on the host, of which whole sets or only new entries are
+transferred, before the step or on a side stream."""
 FULL, FULL_HOST, ADAPTIVE = "full", "full_host", "adaptive"
 SYSTEMS = (FULL, FULL_HOST, *MODES, ADAPTIVE)
-"""What serves requests: all rows read, from the device or brought from the host layer by layer; sparse
-decoding in a mode; and with as many layers on the device as a cap allows."""
+"""Systems: full attention with the cache on the device, or transferred from the host layer by layer; sparse
+decoding in a mode; and sparse decoding with as many layers on the device as a cap allows."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,25 @@ class ElasticSettings:
     Args:
         shape: a published shape with random weights, or the keys of a `config.json`.
         lengths: tokens in the cache; empty: no steps at fixed lengths.
-        budgets: rows that a KV head reads at each step.
-        overlap: share of a set's rows that are chosen again at the next step.
-        sinks: first rows that are always read.
-        window: last rows that are always read.
+        budgets: KV entries that a KV head reads at each step.
+        overlap: share of a set's entries that are selected again at the next step.
+        sinks: first entries that are always read.
+        window: last entries that are always read.
         batch: sequences.
-        modes: which of `MODES` are timed.
-        side_by_side: how many neighbouring layers' rows of a token lie together on the host; the modes are
-            timed with each of these numbers in turn.
-        steps: steps counted.
+        modes: the timed `MODES`.
+        side_by_side: numbers of neighbouring layers whose entries of a token are contiguous on the host; the
+            modes are timed with each.
+        steps: counted steps.
         warmup: steps before them.
         growth: lengths at which steps are timed under a cap, ascending; empty: none.
         growth_gib: that cap, in GiB of keys and values on the device.
-        mixes: requests as tokens of the prompt and tokens written, whose throughput is worked out.
-        mix_systems: which of `SYSTEMS` serve them.
-        mix_gib: GiB of keys and values on the device, by which the number of requests at once is chosen.
-        mix_host_gib: GiB of them on the host, likewise.
-        mix_points: lengths from a prompt to its last token at which steps are timed.
+        mixes: workloads, as prompt tokens and output tokens, whose throughput is estimated.
+        mix_systems: the `SYSTEMS` that serve them.
+        mix_gib: cap of keys and values on the device in GiB, which determines the batch.
+        mix_host_gib: cap of keys and values on the host in GiB, likewise.
+        mix_points: number of lengths from a prompt to its last token at which steps are timed.
 
-    Only the first of `budgets` and of `side_by_side` count for `growth` and `mixes`.
+    `growth` and `mixes` use only the first of `budgets` and of `side_by_side`.
     """
 
     shape: Annotated[str | dict[str, Any], Auto("llama31_8b", "llama_micro")]
@@ -89,9 +89,9 @@ class ElasticSettings:
 
     @property
     def read_budgets(self) -> list[ReadBudget]:
-        """What steps read.
+        """Return the read budgets of the steps.
 
         Raises:
-            ConfigError: a budget that leaves nothing to choose.
+            ConfigError: a budget is not larger than sinks and window.
         """
         return [ReadBudget(rows, self.sinks, self.window) for rows in self.budgets]

@@ -1,9 +1,9 @@
-"""Steps of plain and of sparse decoding behind random rows, each a CUDA graph; on a CPU as they are.
+"""Steps of plain and sparse decoding over random KV entries, as CUDA graphs (not on a CPU).
 
-The share of a transfer that is hidden: what it adds to a step whose rows are all on the GPU is measured
-twice, with the rows moved before the step and with the same rows moved beside it; the share is what the
-second saves of the first. It is left out on a CPU, which moves nothing beside a step, and where the first
-cannot be told from noise.
+The hidden share of a transfer: the time it adds to a step with all entries on the GPU is measured twice, with
+the transfer before the step and with the same transfer beside it; the share is the time saved by the second,
+relative to the first. It is omitted on a CPU, which has no asynchronous transfers, and if the first is within
+noise.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.cycles import CycleCounts, ready
 from benchmarks.elastic.overlap import OverlapSelector
 from benchmarks.elastic.settings import MODES, ElasticSettings
 from longtrain.bench import clock
-from longtrain.bench.cycles import CycleCounts, random_ids, ready
-from longtrain.bench.suites import Context, Row
+from longtrain.bench.suites import Context, Row, random_ids
 from longtrain.cache.base import KVCache
 from longtrain.cache.elastic import ElasticCache, Offloading
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.cache.named import cache_maker
-from longtrain.cache.row_sets import ReadBudget
 from longtrain.costs import roofline
 from longtrain.costs.hardware import GIB
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
 from longtrain.decoding.captured import Cycles
-from longtrain.decoding.phases import Phases
+from longtrain.decoding.decode_step import DecodeStep
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.targets.model import Target
 
@@ -53,14 +53,14 @@ COLUMNS = {
 def measure(
     target: Target, length: int, budgets: Sequence[ReadBudget], settings: ElasticSettings, context: Context
 ) -> Iterator[Row]:
-    """Rows of steps that read everything, and of sparse ones in every mode.
+    """Yield rows of full-attention steps, and of sparse steps in every mode.
 
     Args:
         target: the model.
         length: tokens in the cache.
-        budgets: rows that steps read.
-        settings: see there.
-        context: of the suite.
+        budgets: read budgets of the sparse steps.
+        settings: see `ElasticSettings`.
+        context: the suite's context.
     """
     about: Row = {"tokens": length, "system": "full"}
     full = clock.filled(about, _full(target, length, settings), context.device)
@@ -72,14 +72,14 @@ def measure(
 
 
 def _full(target: Target, length: int, settings: ElasticSettings) -> Iterator[Row]:
-    """Plain decoding over all rows."""
+    """Measure plain decoding over all KV entries."""
     yield timed(Cycles(plain(target, length, settings.batch, settings), captured=True), settings)
 
 
 def _beside(
     row: Row, full: Row, target: Target, rows: int, settings: ElasticSettings, context: Context
 ) -> Row:
-    """The row with its share of the full step and of the least time of a step that reads so many rows."""
+    """Add a row's ratio to the full step and to the lower bound of a step that reads as many entries."""
     if "step_ms" not in row:
         return row
     ms = row["step_ms"]["median"]
@@ -89,14 +89,14 @@ def _beside(
         bits = 8 * target.dtype.itemsize
         size, width = Sizes.of(target.info), Width(bits, bits)
         step = roofline.step(size, batch=settings.batch, context=rows, width=width)
-        row["of_roofline"] = ms / roofline.figures(step, context.gpu)["ms"]
+        row["of_roofline"] = ms / roofline.metrics(step, context.gpu)["ms"]
     return row
 
 
 def _modes(
     target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, side_by_side: int
 ) -> Iterator[Row]:
-    """Sparse decoding in every mode."""
+    """Measure sparse decoding in every mode."""
     found: dict[str, Row] = {}
     for mode in settings.modes:
         about = {"tokens": length, "rows": budget.rows, "system": mode, "side_by_side": side_by_side}
@@ -110,13 +110,13 @@ def _modes(
 
 
 def shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
-    """What a step takes beside one whose rows are on the GPU, and what of the transfer is hidden.
+    """Return a step's time relative to one with entries on the GPU, and the hidden share of the transfer.
 
     Args:
-        row: of the step.
-        gpu: of one whose rows are on the GPU.
-        sync: of one that waits for the same rows; None: the transfer is not looked at. Nothing is said to be
-            hidden where the tenth fastest of its steps takes no longer than the tenth slowest of `gpu`.
+        row: the step's row.
+        gpu: the row of a step with all entries on the GPU.
+        sync: the row of a step that waits for the same transfer; None: do not compute the hidden share. It
+            is omitted if the 10th percentile of its times is not above the 90th percentile of `gpu`.
     """
     if gpu is None:
         return {}
@@ -133,17 +133,17 @@ def shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
 def _mode(
     target: Target, length: int, budget: ReadBudget, offloading: Offloading, settings: ElasticSettings
 ) -> Iterator[Row]:
-    phases, cache = sparse(target, length, budget, offloading, settings)
+    decode_step, cache = sparse(target, length, budget, offloading, settings)
     before: list[int] = []
-    cycles = Cycles(phases, captured=True)
+    cycles = Cycles(decode_step, captured=True)
     row = timed(cycles, settings, warm=lambda: before.append(cache.moved_bytes))
     row["moved_mb"] = (cache.moved_bytes - before[0]) / settings.steps / 1e6
     row["device_gib"] = (cache.bytes() - cache.host_bytes) / GIB
     yield row
 
 
-def plain(target: Target, length: int, batch: int, settings: ElasticSettings) -> Phases:
-    """Cycles that read all rows of a text of random ones."""
+def plain(target: Target, length: int, batch: int, settings: ElasticSettings) -> DecodeStep:
+    """Return plain decoding cycles over a cache of random KV entries."""
     prompts = random_ids(target.info.vocab_size, batch, length, seed=length)
     return ready(target, Parts(), prompts, PLAIN, _counts(settings))
 
@@ -158,18 +158,18 @@ def sparse(
     batch: int | None = None,
     grows: int = 0,
     selects: bool = True,
-) -> tuple[Phases, ElasticCache]:
-    """Cycles behind a text of random rows in an elastic cache.
+) -> tuple[DecodeStep, ElasticCache]:
+    """Return decoding cycles over an elastic cache of random KV entries.
 
     Args:
         target: the model.
         length: tokens in the cache.
-        budget: rows that steps read.
-        offloading: where rows are and how they come.
-        settings: see there.
-        batch: sequences; None: those of the settings.
-        grows: tokens that the text may grow by, beside those of the steps.
-        selects: whether steps read what was chosen; False: all rows, brought to the device layer by layer.
+        budget: read budget of the steps.
+        offloading: storage and transfer of entries.
+        settings: see `ElasticSettings`.
+        batch: sequences; None: the settings' batch.
+        grows: tokens by which the sequence may grow, besides those of the steps.
+        selects: True: steps read selected entries; False: all entries, transferred layer by layer.
     """
     info = target.info
     names = ("n_layers", "n_heads", "n_kv_heads", "head_dim")
@@ -185,13 +185,13 @@ def sparse(
     chooses = OverlapSelector(budget, target, settings.overlap) if selects else None
     parts = Parts(cache=reserved, selector=chooses, name="overlap")
     prompts = random_ids(info.vocab_size, batch or settings.batch, length, seed=length)
-    phases = ready(target, parts, prompts, PLAIN, _counts(settings, grows))
-    assert isinstance(phases.cache, ElasticCache)
-    return phases, phases.cache
+    decode_step = ready(target, parts, prompts, PLAIN, _counts(settings, grows))
+    assert isinstance(decode_step.cache, ElasticCache)
+    return decode_step, decode_step.cache
 
 
 def room(settings: ElasticSettings, grows: int = 0) -> int:
-    """Tokens that `sparse` keeps room for behind a text."""
+    """Return the tokens that `sparse` allocates after the sequence."""
     return _counts(settings, grows).room(PLAIN)
 
 
@@ -201,8 +201,8 @@ def _counts(settings: ElasticSettings, grows: int = 0) -> CycleCounts:
 
 @torch.no_grad()
 def timed(cycles: Cycles, settings: ElasticSettings, *, warm: Callable[[], object] = lambda: None) -> Row:
-    """Spread and 99th percentile of the milliseconds of a step; `warm` is called before those that count."""
-    device = cycles.phases.target.device
+    """Return spread and 99th percentile of a step's milliseconds; `warm` runs before the counted steps."""
+    device = cycles.decode_step.target.device
     for _ in range(settings.warmup):
         cycles.run()
     warm()

@@ -1,6 +1,6 @@
-"""Steps of sparse decoding with rows on the GPU and on the host, and what moves between them.
+"""Steps of sparse decoding with KV entries on the GPU and on the host, and the transfers between them.
 
-Then steps of a text that grows under a cap, and the throughput of requests.
+It also measures steps of a sequence that grows under a memory cap, and the throughput of workloads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TABLES = {None: steps.COLUMNS, "traffic": traffic.COLUMNS, "growth": growth.COLU
 
 
 def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
-    """Rows of steps, then of what is moved, for each length; then of a growing text, and of requests.
+    """Yield rows of steps and of transfers for each length, then of a growing sequence, then of workloads.
 
     Raises:
-        ConfigError: a budget that leaves nothing to choose, a `method` that scores no rows before the
-            forward, or an artifact in its place, on whose weights nothing here depends.
+        ConfigError: a budget is not larger than sinks and window, `method` does not score KV entries before
+            the forward, or an artifact is given, whose weights would have no effect.
     """
     keys, budgets = shape_keys(settings.shape), settings.read_budgets
     if context.artifact is not None and context.method is None:  # recipes name both
@@ -32,7 +32,7 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
         )
     target = context.random_target(keys)
     if context.method is not None:
-        traffic.scorer(target, budgets[0], context)  # refuses what it cannot time before the first step
+        traffic.scorer(target, budgets[0], context)  # raises errors before the first step
     for length in settings.lengths:
         step_ms: dict[int, float] = {}
         for row in steps.measure(target, length, budgets, settings, context):
@@ -52,13 +52,13 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
 
 
 def report(rows: Sequence[Row], settings: ElasticSettings, context: Context) -> str:
-    """A table of steps, one of what is moved, one of a growing text, and one of requests."""
+    """Return tables of steps, of transfers, of a growing sequence, and of workloads."""
     own = {kind: [row for row in rows if row.get("kind") == kind] for kind in TABLES}
     return "\n\n".join(of_rows(own[kind], columns) for kind, columns in TABLES.items() if own[kind])
 
 
 def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
-    """Steps of a growing text, where there are some."""
+    """Plot the steps of a growing sequence, if there are any."""
     grown = [row for row in rows if row.get("kind") == "growth"]
     return {"elastic_growth.png": growth.picture(grown)} if grown else {}
 

@@ -1,6 +1,6 @@
-"""What sparse decoding moves, how fast, and what scoring and choosing its rows takes.
+"""Transfers of sparse decoding: amount and bandwidth, and the time of scoring and selecting KV entries.
 
-Shapes: B batch, X sets, K rows of a set.
+Shapes: B batch, X sets, K KV entries of a set.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks import replay
+from benchmarks.cycles import random_states
 from benchmarks.elastic.overlap import overlapping
 from benchmarks.elastic.settings import MODES, ElasticSettings
 from benchmarks.elastic.steps import sparse
 from longtrain import methods
 from longtrain.bench import clock
-from longtrain.bench.cycles import random_ids, random_states
-from longtrain.bench.suites import Context, Row
+from longtrain.bench.suites import Context, Row, random_ids
 from longtrain.cache.elastic import Offloading
-from longtrain.cache.row_sets import ReadBudget, RowSets
+from longtrain.cache.entry_sets import EntrySets, ReadBudget
 from longtrain.cache.selected import SelectedCache
-from longtrain.cache.slots import SlotMap
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.prefill import pad
 from longtrain.decoding.retrieval.lru import LruBuffer
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConfigError
+from longtrain.kernels.slot_assignment import SlotMap
 from longtrain.systems import parse
 from longtrain.targets.model import Target
 from longtrain.targets.step import TargetStep
@@ -57,9 +58,9 @@ def measure(
     *,
     side_by_side: int,
 ) -> Iterator[Row]:
-    """Figures of one row, part by part: how fast rows are gathered, what is moved, what choosing takes.
+    """Yield the metrics of one row, part by part: gather bandwidth, transferred share, selection time.
 
-    Only the first depends on how many layers lie side by side; the others are measured once.
+    Only the first depends on the number of contiguous layers; the others are measured once.
     """
     yield _gather(target, length, budget, settings, replace(MODES["sync_all"], side_by_side=side_by_side))
     if side_by_side != settings.side_by_side[0]:
@@ -71,7 +72,7 @@ def measure(
 
 
 def selection(row: Row, step_ms: float | None) -> Row:
-    """The row with the share of a step that scores and choice take, where all three are known."""
+    """Add the share of a step spent on scoring and selection, if all three times are known."""
     if step_ms is not None and "head_ms" in row and "choose_ms" in row:
         row["selection_share"] = (row["head_ms"]["median"] + row["choose_ms"]["median"]) / step_ms
     return row
@@ -79,10 +80,10 @@ def selection(row: Row, step_ms: float | None) -> Row:
 
 @torch.no_grad()
 def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
-    """Rows moved, as shares of all rows of the sets: by the difference of sets, and by an LRU buffer."""
+    """Return the transferred share of the sets' entries: by set difference, and with an LRU buffer."""
     B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
     rows, steps = length + settings.steps + 1, settings.steps
-    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
+    sets, slots = EntrySets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
     lru = LruBuffer(B, X, 2 * K, rows=rows, device=device)
     len_B = torch.full((B,), length, dtype=torch.int64, device=device)
     moved = kept = loaded = wanted = 0
@@ -92,7 +93,7 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
         sets.put(overlapping(sets.idx_BXK, sets.n_B if step else 0 * sets.n_B, rows, settings.overlap))
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
         missing = int(lru.use(sets.idx_BXK, sets.n_B).sum())
-        if step:  # the first sets come in full
+        if step:  # the first sets are transferred in full
             moved, loaded = moved + int(slots.n_BX.sum()), loaded + missing
             kept += sum(
                 int(torch.isin(sets.idx_BXK[b, x], before[b, x]).sum()) for b in range(B) for x in range(X)
@@ -113,9 +114,9 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
 def _gather(
     target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, offloading: Offloading
 ) -> Row:
-    """Bandwidth of the gather kernel over whole sets of all layers, beside a copy of pinned memory."""
-    phases, cache = sparse(target, length, budget, offloading, settings)
-    phases.select()
+    """Measure the gather kernel's bandwidth over whole sets of all layers, and a pinned-memory copy's."""
+    decode_step, cache = sparse(target, length, budget, offloading, settings)
+    decode_step.select()
     device, info = target.device, target.info
     size = info.n_layers * settings.batch * info.n_kv_heads * budget.rows * cache.row_bytes
     gather = clock.repeated(cache.load, device, warmup=2, repeats=7)
@@ -131,18 +132,18 @@ def _gather(
 
 @torch.no_grad()
 def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
-    """Milliseconds of choosing rows by their scores; and of finding what has to be moved into which slot."""
+    """Time the selection by scores, and the assignment of transferred entries to slots, in milliseconds."""
     B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
-    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
+    sets, slots = EntrySets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
     scores = [torch.rand(B, X, length, device=device) for _ in range(2)]
     len_B = torch.full((B,), max(length // 2, length - 64), dtype=torch.int64, device=device)
 
     def choose(call: int) -> None:
-        len_B.add_(1)  # or nothing would be due
+        len_B.add_(1)  # or no transfer would be needed
         sets.open(len_B)
         sets.put(scores[call % 2])
 
-    found = {"choose_ms": clock.replayed(choose, device, calls=2, repeats=20)}
+    found = {"choose_ms": replay.replayed(choose, device, calls=2, repeats=20)}
     chosen = []
     for call in range(2):
         choose(call)
@@ -151,14 +152,14 @@ def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
     def find(call: int) -> None:
         slots.change(chosen[call % 2], sets.n_B, sets.due_B)
 
-    return found | {"slots_ms": clock.replayed(find, device, calls=2, repeats=20)}
+    return found | {"slots_ms": replay.replayed(find, device, calls=2, repeats=20)}
 
 
 def scorer(target: Target, budget: ReadBudget, context: Context) -> Selector:
-    """What `method` brings to score rows, with random weights if it is trained.
+    """Return the selector of `method`, with random weights if it is a trained one.
 
     Raises:
-        ConfigError: it scores no rows before the forward, or does not serve the target.
+        ConfigError: it does not score KV entries before the forward, or does not support the target.
     """
     assert context.method is not None
     name = str(context.method["name"])
@@ -175,7 +176,7 @@ def scorer(target: Target, budget: ReadBudget, context: Context) -> Selector:
 
 @torch.no_grad()
 def _head(target: Target, length: int, head: Selector, settings: ElasticSettings) -> Row:
-    """Milliseconds of scoring all rows."""
+    """Time the scoring of all KV entries, in milliseconds."""
     cache = target.new_cache(settings.batch, length, 1)
     cache.rewind([length] * settings.batch)
     tokens = random_ids(target.info.vocab_size, settings.batch, length, seed=length)
@@ -183,4 +184,4 @@ def _head(target: Target, length: int, head: Selector, settings: ElasticSettings
     step = TargetStep(None, random_states(target, head, settings.batch, length, seed=0))
     head.start(tokens_BS, n_B, step, SelectedCache(cache))
     root_B = tokens_BS[:, -1].clone()
-    return {"head_ms": clock.replayed(lambda _: head.ahead(root_B), target.device, calls=1, repeats=20)}
+    return {"head_ms": replay.replayed(lambda _: head.ahead(root_B), target.device, calls=1, repeats=20)}

@@ -1,7 +1,6 @@
-"""The exported unit: a folder that names its method and target, and proves that it is read as written."""
+"""Artifacts: exported modules that name their method and target, and are verified when loaded."""
 
 from longtrain.artifact.folder import Artifact
-from longtrain.artifact.golden_laws import DraftGolden
-from longtrain.artifact.golden_scores import ScoreGolden
+from longtrain.artifact.golden import Golden
 
-__all__ = ["Artifact", "DraftGolden", "ScoreGolden"]
+__all__ = ["Artifact", "Golden"]

@@ -1,4 +1,4 @@
-"""The README.md of an artifact, and the parts of it that folders in other tools' formats share."""
+"""Writes the README.md (model card) of an artifact; cards of other tools' formats share its parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from longtrain.targets.info import source_line
 
 if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
-    from longtrain.artifact.verification import Verification
+    from longtrain.artifact.golden.checks import Verification
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.info import TargetInfo
 
 Json = Mapping[str, Any]
 HERE = "FOLDER"
-"""What stands for the place of an artifact that is on no Hub: its readers put their own path there."""
+"""Placeholder for the path of an artifact that is not on the Hub; readers insert their own."""
 TRAINING = "training.png"
-"""The picture of the training's curves."""
+"""File name of the plot of the training's curves."""
 
 LOADING = """```sh
 longtrain inspect {address}
@@ -72,7 +72,7 @@ ROLES: dict[str, dict[str, str]] = {
         "the fewer rows are read.",
     },
 }
-"""What an artifact is to an engine (it drafts, evicts or selects) -> what its card says of that."""
+"""Kind of golden outputs (of a draft, an evictor or a selector) -> texts of the card."""
 
 
 def model_card(
@@ -86,17 +86,17 @@ def model_card(
     evidence: Evidence | None = None,
     copies: Iterable[str] = (),
 ) -> str:
-    """The README.md of an artifact.
+    """Return the README.md of an artifact.
 
     Args:
-        artifact: as others may read it: without folders of this machine.
+        artifact: the artifact, without local paths.
         spec: its method.
-        name: what it is called.
-        role: what it is to an engine, a key of `ROLES`.
-        address: where it is on the Hub, `hub:ORG/NAME`; None: the card speaks of the folder it lies in.
+        name: its name, for the title.
+        role: its role in an engine, a key of `ROLES`.
+        address: its place on the Hub, `hub:ORG/NAME`; None: the card refers to its own folder.
         pictures: PNG files beside the card, e.g. `training.png`.
-        evidence: how training went and what was measured.
-        copies: folders beside the card that hold the module in formats of other tools.
+        evidence: training curves and evaluation results.
+        copies: folders beside the card with the module in other tools' formats.
     """
     target, about, known = artifact.target, ROLES[role], evidence or Evidence()
     shown = target.name if target.name == "tiny" or is_hub_id(target.name) else "TARGET_FOLDER"
@@ -126,7 +126,7 @@ def model_card(
 
 
 def front_matter(target: TargetInfo, provenance: Json, tags: Sequence[str]) -> str:
-    """What the Hub reads of a card, as YAML."""
+    """Return the YAML header of a card, which the Hub reads."""
     from huggingface_hub import ModelCardData
 
     named = is_hub_id(target.name)
@@ -142,7 +142,7 @@ def front_matter(target: TargetInfo, provenance: Json, tags: Sequence[str]) -> s
 
 
 def of_run(provenance: Json, evidence: Evidence, pictures: Sequence[str]) -> dict[str, str]:
-    """Title -> text of what a run left: results, curves, command, data and licences."""
+    """Return the card's sections about a run, title -> text: results, curves, command, data and licences."""
     return {
         "Results": "\n\n".join(_result(one) for one in evidence.results),
         "Curves": _curves(evidence, pictures),
@@ -151,21 +151,21 @@ def of_run(provenance: Json, evidence: Evidence, pictures: Sequence[str]) -> dic
 
 
 def appended(card: str, provenance: Json, evidence: Evidence, pictures: Sequence[str]) -> str:
-    """A card of another kind with the sections of `of_run`; one of a section's title is left as it is."""
+    """Append the sections of `of_run` to another card; titles that it already has are skipped."""
     own = of_run(provenance, evidence, pictures)
     fresh = {title: text for title, text in own.items() if f"\n## {title}\n" not in card}
     return "\n\n".join([card.rstrip("\n"), *_titled(fresh)]) + "\n"
 
 
 def licensed(card: str, provenance: Json) -> str:
-    """A card of another tool's folder with the licences, in words and where the Hub looks for them."""
+    """Add the licences to the card of another tool's folder, as text and in the header that the Hub reads."""
     if stated := provenance.get("license"):
         card = card.replace("---\n", f"---\nlicense: {stated}\n", 1)
     return "\n\n".join([card.rstrip("\n"), _licences(provenance)]) + "\n"
 
 
 def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
-    """What an artifact cannot do, or is not known to do."""
+    """Return the card's list of limitations of an artifact."""
     stages = (provenance.get("data") or {}).get("stages") or []
     longest = max((int(stage.get("doc_tokens") or 0) for stage in stages), default=0)
     unfinished = provenance.get("unfinished")
@@ -185,7 +185,7 @@ def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
 
 
 def elsewhere(artifact: Artifact, spec: MethodSpec, *, where: str, target: str) -> dict[str, str]:
-    """Title -> how other tools load the artifact, and the formats that it can be written in."""
+    """Return sections, title -> text, on loading the artifact with other tools and on its export formats."""
     found = {
         f"In {tool}": text.replace("ADDRESS", where.removeprefix("hub:")).replace("TARGET", target)
         for tool, text in spec.elsewhere.items()
@@ -197,7 +197,7 @@ def elsewhere(artifact: Artifact, spec: MethodSpec, *, where: str, target: str) 
         try:
             spec.formats.refuse(form, artifact.typed_config(), artifact.target)
         except ConfigError:
-            continue  # an engine that reads this format would drop something of this module
+            continue  # this module has a feature that engines reading this format would ignore
         lines.append(f"longtrain export artifact={where} format={form}   # {engines}")
     if lines:
         commands = "\n".join(lines)
@@ -209,12 +209,12 @@ def elsewhere(artifact: Artifact, spec: MethodSpec, *, where: str, target: str) 
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name, or a source's, is ORG/NAME of the Hub."""
+    """Return True if the name of a target or a data source has the form ORG/NAME of the Hub."""
     return name.count("/") == 1 and not is_path(name) and " " not in name
 
 
 def is_path(name: str) -> bool:
-    """Whether a target's name is a folder of this machine, and not a Hub id or another name."""
+    """Return True if a target's name is a local folder, and not a Hub id or another name."""
     if name in ("", "tiny"):
         return False
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
@@ -225,7 +225,7 @@ def _titled(sections: Mapping[str, str]) -> list[str]:
 
 
 def unverified(found: Verification) -> str:
-    """Why nothing should be expected of the artifact; empty where no comparison failed."""
+    """Return a warning with the reasons why an artifact is unverified; empty if all checks passed."""
     if not found.faults:
         return ""
     lines = [
@@ -276,7 +276,7 @@ def _files(outputs: str, evidence: Evidence, copies: Iterable[str]) -> str:
 
 
 def _result(one: Measurement) -> str:
-    """A table with all that its figures depend on, and the pictures of that evaluation."""
+    """Return an evaluation's table with the settings its numbers depend on, and its pictures."""
     header = [tables.escaped(cell) for cell in one.header]
     rows = [[tables.escaped(cell) for cell in row] for row in one.rows]
     facts = f"`suite={one.suite}` on {one.target} in {one.dtype}; protocol `{one.protocol}`"
@@ -294,7 +294,7 @@ def _result(one: Measurement) -> str:
 
 
 def _curves(evidence: Evidence, pictures: Sequence[str]) -> str:
-    """The pictures that no result shows, and where each curve begins and ends."""
+    """Return the pictures that belong to no result, and each curve's first and last value."""
     shown = {name for one in evidence.results for name in one.pictures}
     parts = [_picture(name) for name in pictures if name not in shown]
     if evidence.curves:
@@ -311,7 +311,7 @@ def _picture(file: str) -> str:
 
 
 def _training(provenance: Json) -> str:
-    """Command, facts, and the data with its licences."""
+    """Return the training's command, settings, and data with licences."""
     lines = []
     if provenance.get("unfinished"):
         lines.append(f"**Its training was cut short: this is {provenance['unfinished']}.**")
@@ -335,7 +335,7 @@ def _training(provenance: Json) -> str:
 
 
 def sources_of(provenance: Json) -> list[Json]:
-    """The data's sources, as a list of mappings, whatever the depth they were recorded at."""
+    """Return the data's sources as a list of mappings, from any version of the provenance's layout."""
     data = provenance.get("data") or {}
     found = data.get("sources", data)
     if isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""`evidence.json` of an artifact: how its training went and what was measured with it, for its readers."""
+"""Reads and writes `evidence.json` of an artifact: its training curves and evaluation results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from longtrain.settings import from_file
 
 EVIDENCE = "evidence.json"
 MOST_POINTS = 120
-"""Points of a curve that are kept."""
+"""Largest number of points of a stored curve."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure over the optimizer steps of a training run.
+    """A metric over the optimizer steps of a training run.
 
     Args:
-        steps: of its points.
-        values: as many.
+        steps: optimizer step of each point.
+        values: value of each point.
     """
 
     steps: list[int]
@@ -32,7 +32,7 @@ class Curve:
             raise ValueError("a curve has a value, which is a number, at each of its steps")
 
     def thinned(self) -> Curve:
-        """At most `MOST_POINTS` points, evenly chosen, the last one among them."""
+        """Return at most `MOST_POINTS` points, evenly chosen, with the last one."""
         last = len(self.steps) - 1
         count = min(len(self.steps), MOST_POINTS)
         kept = [last * i // max(1, count - 1) for i in range(count)]
@@ -41,21 +41,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A finished evaluation in which the module ran.
+    """The result of an evaluation of the module.
 
     Args:
-        suite: its name.
-        title: what the result may be called.
+        suite: name of the evaluation suite.
+        title: title of the result.
         target: the target's name.
         dtype: the target's precision.
-        protocol: hash of all that prompts, decoding and scores follow from.
-        command: that measured it.
-        commit: of the code; empty: not known.
-        notes: that the result comes with.
-        header: of the table.
-        rows: a line a system.
+        protocol: hash of everything that prompts, decoding and scores depend on.
+        command: the command that measured it.
+        commit: the code's commit; empty if unknown.
+        notes: notes of the result.
+        header: headings of the table.
+        rows: cells of the table, one line for each system.
         pictures: names of PNG files beside the card.
-        machine: its GPUs, or CPU; empty: not known, as in files that were written before it was kept.
+        machine: its GPUs, or CPU; empty if unknown, as in older files.
     """
 
     suite: str
@@ -78,23 +78,23 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a module beside its weights.
+    """Curves and evaluation results of a module.
 
     Args:
-        curves: of its training, by name.
-        results: of its evaluations.
+        curves: training curves by name.
+        results: evaluation results.
     """
 
     curves: dict[str, Curve] = field(default_factory=dict)
     results: list[Measurement] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         return sealed(asdict(self))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Evidence:
-        """What a folder holds; nothing where it has no such file.
+        """Read the evidence in a folder; empty if the file is missing.
 
         Raises:
             ArtifactError: the file is damaged.

@@ -1,12 +1,12 @@
-"""An artifact on disk and on the Hub: data only, nothing in it is ever run or unpickled.
+"""Loads, verifies, saves and uploads artifacts; they contain only data, and nothing is run or unpickled.
 
 longtrain.json       schema version, method, config, target, sha256 of the tensor files, provenance
 model.safetensors    the trained tensors
-golden.safetensors   fixed inputs and the outputs they must give
-FOLDER/...           the module in formats of other tools, where the method has any; never read here
-README.md            model card (read by people, never by longtrain); *.png: its pictures
-evidence.json        the training's curves and the results of evaluations, as the card and `inspect` show them
-local.json           the target's folder on this machine, where it has one; never uploaded
+golden.safetensors   fixed inputs and the outputs that the module must reproduce
+FOLDER/...           the module in other tools' formats, if the method has any; never read by longtrain
+README.md            model card, never read by longtrain; *.png: its pictures
+evidence.json        training curves and evaluation results, shown by the card and by `inspect`
+local.json           the target's local folder, if it has one; never uploaded
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from torch import Tensor, nn
 from longtrain import methods
 from longtrain.artifact.evidence import EVIDENCE, Evidence
 from longtrain.artifact.found import HUB, find, imported
-from longtrain.artifact.golden import Golden
+from longtrain.artifact.golden import KINDS, Golden
+from longtrain.artifact.golden.checks import ADVICE, Verification, refuse
 from longtrain.artifact.hub import check_push, upload
 from longtrain.artifact.stored import (
+    CARD,
     GOLDEN,
-    KINDS,
+    MODEL,
+    card_of,
     check_copies,
-    compare_names,
+    check_tensors,
+    files_of,
     local_target,
     read_golden,
     read_manifest,
@@ -39,10 +43,8 @@ from longtrain.artifact.stored import (
     refuse_missing_keys,
     refuse_not_finite,
 )
-from longtrain.artifact.verification import ADVICE, Verification, refuse
-from longtrain.artifact.written import CARD, MODEL, card_of, files_of
 from longtrain.assets import MANIFEST, artifact_kind
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line, with_new_names
 from longtrain.files import sealed, write_files
 from longtrain.folders import replaced_folder
 from longtrain.log import get_logger
@@ -58,25 +60,25 @@ log = get_logger(__name__)
 
 NO_GOLDEN = "it has no golden outputs, so nothing shows that it computes what was exported"
 READ = (MANIFEST, MODEL, GOLDEN, EVIDENCE)
-"""What is fetched of an artifact on the Hub."""
+"""The files of an artifact that are downloaded from the Hub."""
 FILES = (*READ, CARD, "*.png")
-"""What is uploaded; it names no folder of this machine."""
+"""The files that are uploaded; they contain no local paths."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A trained module with everything needed to use it on its target, and to refuse any other.
+    """A trained module with everything needed to use it on its target and to refuse any other target.
 
     Args:
         method: a name of the closed table `methods.names()`.
         config: the method's configuration as plain values.
         target: the target it was trained for.
         tensors: the module's state, by name.
-        golden: recorded outputs; None only for methods that bring nothing to an engine.
-        provenance: the command, versions and data that made it.
-        folder: the folder that it was read from.
-        verification: what its export found, and what comparisons found since it was loaded.
-        lenient: whether a comparison that fails is noted there and not raised.
+        golden: recorded outputs; None only for methods without a part for an engine.
+        provenance: the command, versions and data that it was made with.
+        folder: the folder it was read from; None: it was not.
+        verification: checks made at export and since it was loaded.
+        lenient: True records a failed check in `verification` instead of raising an error.
     """
 
     method: str
@@ -101,7 +103,7 @@ class Artifact:
     ) -> Artifact:
         """Wrap a trained module and record its golden outputs on the target.
 
-        What keeps them from being recorded is noted in `verification`: the module can be saved all the same.
+        If they cannot be recorded, the reason is added to `verification`, and the module can still be saved.
 
         Args:
             method: the method's name.
@@ -119,15 +121,14 @@ class Artifact:
         values = dataclasses.asdict(config)
         made = cls(method, values, target.info, tensors, provenance=dict(provenance or {}))
         parts = None if spec.attach is None else made._parts(target)
-        roles = () if parts is None else (parts.draft, parts.evictor, parts.selector)
-        kinds = [kind for role, kind in zip(roles, KINDS.values(), strict=False) if role is not None]
-        if not kinds:
+        kind = next((kind for kind in KINDS.values() if getattr(parts, kind.role, None) is not None), None)
+        if kind is None:
             return made
         others = [partial(made._parts, **keys) for keys in spec.golden_others(config, target.info)]
         tokens = spec.golden_tokens(config)
         try:
-            golden = kinds[0].record(made._parts, target, tokens=tokens, others=others)
-        except (LongtrainError, RuntimeError) as error:  # of torch too, as when memory runs out
+            golden = Golden.record(kind, made._parts, target, tokens=tokens, others=others)
+        except (LongtrainError, RuntimeError) as error:  # RuntimeError: e.g. torch runs out of memory
             made.verification.faults.append(f"its golden outputs could not be recorded: {first_line(error)}")
             return made
         return dataclasses.replace(made, golden=golden)
@@ -144,16 +145,16 @@ class Artifact:
         """Read and check an artifact: schema, method, checksums, names and shapes of every tensor.
 
         Args:
-            where: a folder, a name under `home/checkpoints`, the name of one that ships with the package
-                (`tiny_longspec`, `tiny_lookaheadkv`), or a Hub id (ORG/NAME, or hub:ORG/NAME, either with
-                @REVISION); or another tool's folder that a method reads.
+            where: a folder, a name under `home/checkpoints`, the name of a bundled artifact (`tiny_longspec`,
+                `tiny_lookaheadkv`), a Hub id (ORG/NAME, or hub:ORG/NAME, either with @REVISION), or a folder
+                in another tool's format that a method reads.
             home: the folder that holds `checkpoints`.
-            trained_by: who trained another tool's folder, where that changes what it means.
-            unverified: take an artifact without golden outputs too, which nothing then compares with what
-                was exported. Folders of other tools have none.
+            trained_by: the trainer that wrote another tool's folder, if its meaning depends on it.
+            unverified: accept an artifact without golden outputs, so that nothing checks that it behaves as
+                exported. Folders of other tools have none.
 
         Raises:
-            ArtifactError: nothing is there, or what is there is damaged or of another format.
+            ArtifactError: the artifact is missing, damaged or of another format.
         """
         folder = find(where, Path(home), patterns=READ)
         if not (folder / MANIFEST).is_file():
@@ -188,7 +189,7 @@ class Artifact:
         check_copies(folder, manifest["files"])
         artifact = cls(
             method,
-            manifest["config"],
+            with_new_names(manifest["config"]),
             info,
             tensors,
             golden,
@@ -198,19 +199,19 @@ class Artifact:
             unverified,
         )
         refuse_missing_keys(artifact.config, methods.config_class(method), folder)
-        compare_names(artifact._empty_module(info), tensors, folder / MODEL)
+        check_tensors(artifact._empty_module(info), tensors, folder / MODEL)
         return artifact
 
     @property
     def verified(self) -> bool:
-        """Whether no comparison has failed, of its export or since."""
+        """True if no check has failed, at export or since."""
         return not self.verification.faults
 
     def typed_config(self) -> Any:
-        """The method's `Config` with this artifact's values.
+        """Return the method's `Config` with this artifact's values.
 
         Raises:
-            ArtifactError: a value that the method does not know.
+            ArtifactError: the method does not accept a value.
         """
         try:
             return read(methods.config_class(self.method), methods.without_gone(self.config), "method")
@@ -221,14 +222,14 @@ class Artifact:
             ) from None
 
     def build(self, target: Target, *, verify: bool = True) -> nn.Module:
-        """The module on the target's device and in its dtype, after all checks.
+        """Return the module on the target's device and in its dtype, after all checks.
 
         Args:
-            target: the frozen target at hand.
-            verify: ask the golden questions again (one short prompt through the target).
+            target: the frozen target that the module will run with.
+            verify: compare with the golden outputs (one short prompt through the target).
 
         Raises:
-            TargetMismatchError: another target.
+            TargetMismatchError: the module was trained for another target.
             ArtifactError: the golden outputs are not reproduced, and the artifact is not `lenient`.
         """
         self.target.check(target.info)
@@ -237,28 +238,29 @@ class Artifact:
         return self._module(target)
 
     def attach(self, target: Target, *, verify: bool = True, **keys: Any) -> Parts:
-        """The parts for an engine.
+        """Return the parts to pass to an engine.
 
         Args:
-            target: the frozen target at hand.
+            target: the frozen target that the module will run with.
             verify: see `build`.
             keys: inference keys of the method.
 
         Raises:
-            TargetMismatchError: another target.
-            ArtifactError: see `build`; or the method brings nothing to an engine.
+            TargetMismatchError: the module was trained for another target.
+            ArtifactError: see `build`; or the method has no part for an engine.
         """
         module = self.build(target, verify=verify)
         return _attach(methods.get(self.method), module, target, self.typed_config(), keys)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the folder, whole or not at all; an older artifact in its place is replaced.
+        """Write the folder atomically; an older artifact of the same path is replaced.
 
         Args:
             folder: the folder to write; `describe` adds pictures and results to its card.
 
         Raises:
-            LongtrainError: the folder holds something else, or the disk is full or not writable.
+            LongtrainError: the folder holds something other than an artifact, or the disk is full or not
+                writable.
         """
         folder = Path(folder)
         files = files_of(self, folder.name)
@@ -274,16 +276,16 @@ class Artifact:
         licence: str | None = None,
         address: str | None = None,
     ) -> None:
-        """Write the card of the folder anew; what is not given stays as the folder has it.
+        """Write the folder's card again; arguments that are not given keep their current content.
 
         Args:
-            evidence: how training went and what was measured.
+            evidence: training curves and evaluation results.
             pictures: PNG files to add, by file name.
-            licence: of the module, which the manifest then states too.
-            address: where readers find the artifact, `hub:ORG/NAME`; None: in the card's own folder.
+            licence: the module's licence, also written into the manifest.
+            address: place of the artifact on the Hub, `hub:ORG/NAME`; None: the card's own folder.
 
         Raises:
-            ConfigError: the artifact was not loaded from a folder of ours.
+            ConfigError: the artifact was not loaded from an artifact folder.
         """
         folder, files = self.folder, dict(pictures or {})
         if folder is None or not (folder / MANIFEST).is_file():
@@ -302,19 +304,19 @@ class Artifact:
         write_files(folder, files)
 
     def push(self, repo: str, *, private: bool = True, collection: str | None = None) -> str:
-        """Upload the folder this artifact was loaded from; its card then says how to load it from there.
+        """Upload the folder this artifact was loaded from; its card then refers to the Hub.
 
         Args:
-            repo: ORG/NAME on the Hub (`HF_ENDPOINT` decides which one).
+            repo: ORG/NAME on the Hub (at `HF_ENDPOINT`, if set).
             private: see `upload`.
             collection: see `upload`.
 
         Returns:
-            The address of the commit.
+            The URL of the commit.
 
         Raises:
             ConfigError: not logged in, offline, or `repo` is not ORG/NAME; or another tool's folder.
-            ArtifactError: the Hub refused.
+            ArtifactError: the Hub refused the upload.
         """
         check_push(repo, collection)
         self.describe(address=HUB + repo)
@@ -323,11 +325,11 @@ class Artifact:
         return upload(self.folder, repo, patterns=patterns, private=private, collection=collection)
 
     def parameters(self) -> int:
-        """Numbers in all tensors."""
+        """Number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def checksum(self) -> str:
-        """sha256 of the file that the weights were read from (the first one of several)."""
+        """Hex sha256 of the weights file (the first one of several)."""
         assert self.folder is not None
         files = [self.folder / MODEL, *sorted(self.folder.glob("model-*")), *self.folder.glob("*.bin")]
         first = next(file for file in files if file.is_file())
@@ -335,7 +337,7 @@ class Artifact:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def _verify(self, golden: Golden, target: Target) -> None:
-        """Compare with the golden outputs; what fails is raised, or noted where the artifact is lenient."""
+        """Compare with the golden outputs; a failure is raised, or recorded if the artifact is lenient."""
         checks, faults = self.verification.checks, self.verification.faults
         try:
             checks[:] = golden.measure(self._parts, target)
@@ -348,12 +350,12 @@ class Artifact:
                 log.warning("unverified=%s reason=%s", self.folder or self.method, error)
 
     def _copies(self) -> list[str]:
-        """Files of the folder in formats of other tools."""
+        """Return the files in the folder that are in other tools' formats."""
         assert self.folder is not None
         return [name for name in read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
 
     def _module(self, view: Any) -> nn.Module:
-        """The module in the dtype and on the device of a target or a view of one."""
+        """Return the module in the dtype and on the device of a target or of a view of one."""
         info = view.info if isinstance(self.target, TargetSketch) else self.target
         module = self._empty_module(info).to_empty(device=view.device)
         module.load_state_dict(self.tensors)
@@ -369,9 +371,8 @@ class Artifact:
             with torch.device("meta"):
                 return methods.get(self.method).build(config, info)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArtifactError(
-                f"artifact describes no {self.method} module: {reason}; export it again"
+                f"artifact describes no {self.method} module: {first_line(error)}; export it again"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""Where an artifact is, and folders of other tools that a method reads in its place."""
+"""Finds the folder of an artifact, or of a module in another tool's format that a method reads."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from longtrain import methods
 from longtrain.artifact.hub import download, endpoint
 from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.errors import ArtifactError
-from longtrain.folders import settle
+from longtrain.folders import finish_replacement
 from longtrain.methods.spec import Imported, MethodSpec
 
 HUB = "hub:"
 
 
 def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
-    """The folder of an artifact, or of a module in another tool's format.
+    """Return the folder of an artifact, or of a module in another tool's format.
 
     Args:
         where: a folder, a name under `home/checkpoints` or of `assets.bundled_artifacts`, or a Hub id
             (ORG/NAME, or hub:ORG/NAME, either with @REVISION).
         home: the folder that holds `checkpoints`.
-        patterns: names of an artifact's files, for a download.
+        patterns: name patterns of an artifact's files, for a download.
 
     Raises:
-        ArtifactError: there is none.
+        ArtifactError: nothing was found.
     """
     text = str(where)
     candidates = [] if text.startswith(HUB) else [Path(where), home / "checkpoints" / text]
     candidates = [folder for folder in candidates if _can_be(folder)]
     for folder in candidates:
         if not folder.exists() or (folder / MANIFEST).is_file():
-            settle(folder)
+            finish_replacement(folder)
         if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
             return folder
     if text in (shipped := bundled_artifacts()) and not any(folder.exists() for folder in candidates):
@@ -77,7 +77,7 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
 
 
 def _can_be(folder: Path) -> bool:
-    """Whether a path is one that the system has words for: not too long, and no zero byte in it."""
+    """Return False if the system cannot have such a path (too long, or with a zero byte)."""
     try:
         return folder.exists() or "\0" not in str(folder)
     except OSError:
@@ -85,17 +85,17 @@ def _can_be(folder: Path) -> bool:
 
 
 def reader_of(folder: Path) -> MethodSpec | None:
-    """The method that reads a folder of another tool."""
+    """Return the method that reads a folder in another tool's format; None if there is none."""
     if not folder.is_dir() or (folder / MANIFEST).is_file():
         return None
     return next((spec for spec in _readers() if spec.formats and spec.formats.reads(folder)), None)
 
 
 def imported(folder: Path, trained_by: str | None) -> tuple[str, Imported]:
-    """The method that reads a folder, and the module in it.
+    """Return the name of the method that reads a folder, and the module in it.
 
     Raises:
-        ArtifactError: no method does, or the folder is damaged or does not say what was trained.
+        ArtifactError: no method reads it, or the folder is damaged or does not state what was trained.
     """
     spec = reader_of(folder)
     if spec is None or spec.formats is None:
@@ -104,16 +104,16 @@ def imported(folder: Path, trained_by: str | None) -> tuple[str, Imported]:
 
 
 def _readers() -> list[MethodSpec]:
-    """Methods that read folders of other tools."""
+    """Return the methods that read folders in other tools' formats."""
     return [spec for spec in map(methods.get, methods.names()) if spec.formats is not None]
 
 
 def _patterns() -> list[str]:
-    """Names of the files that such folders have."""
+    """Return the name patterns of the files in such folders."""
     return [pattern for spec in _readers() if spec.formats for pattern in spec.formats.patterns]
 
 
 def _known() -> str:
-    """The formats, by method."""
+    """Describe the formats that each method reads."""
     listed = [f"{spec.name}: {', '.join(spec.formats.names)}" for spec in _readers() if spec.formats]
     return "; ".join(listed)

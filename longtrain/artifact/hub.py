@@ -1,4 +1,4 @@
-"""The way to the Hub and back, all through `huggingface_hub`; no line that is printed holds a token."""
+"""Uploads to and downloads from the Hub through `huggingface_hub`; printed messages never contain tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 REPO = r"[\w.-]+/[\w.-]+"
 SLUG = re.compile(rf"{REPO}-[0-9a-f]{{24}}")
-"""What the Hub calls a collection in its address; anything else is a title."""
+"""Slug of a collection, as in the Hub's URLs; any other name is a title."""
 
 SAID = {
     "RepositoryNotFoundError": "it has no such repository, or one that this login may not read",
@@ -25,7 +25,7 @@ SAID = {
     "GatedRepoError": "its owners give access on request; ask for it on its page",
     "LocalEntryNotFoundError": "it was not fetched before, and the Hub is switched off or cannot be reached",
 }
-"""Kinds of the library's errors whose own words are many -> one line."""
+"""Error classes of the library with long messages -> message in one line."""
 
 
 def upload(
@@ -38,17 +38,17 @@ def upload(
 ) -> str:
     """Create the repository if need be, upload the folder, and add it to a collection.
 
-    An upload that was interrupted goes on where it was: the Hub keeps the files that it has whole.
+    An interrupted upload continues where it was, because the Hub stores each completed file.
 
     Args:
-        folder: of an artifact.
+        folder: folder of an artifact.
         repo: ORG/NAME.
-        patterns: file names to upload; anything else in the folder stays.
-        private: whether a repository or collection that this makes is seen by its owners alone.
-        collection: its slug, or ORG/TITLE of one that is made where it is missing; None: none.
+        patterns: patterns of the files to upload.
+        private: make a new repository or collection visible to its owners only.
+        collection: slug of a collection, or ORG/TITLE of one that is created if it is missing; None: none.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
         ConfigError: see `check_push`.
@@ -56,7 +56,7 @@ def upload(
     """
     check_push(repo, collection)
     api = _api()
-    with _told(f"did not take {repo}", "what it has whole is kept; the same command goes on"):
+    with _hub_errors(f"did not take {repo}", "what it has whole is kept; the same command goes on"):
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo,
@@ -65,7 +65,7 @@ def upload(
             commit_message="Upload with longtrain",
         )
     if collection is not None:
-        with _told(f"has {repo} now and did not add it to the collection {collection}", "try again"):
+        with _hub_errors(f"has {repo} now and did not add it to the collection {collection}", "try again"):
             slug = collection
             if not SLUG.fullmatch(collection):
                 owner, _, title = collection.partition("/")
@@ -75,11 +75,11 @@ def upload(
 
 
 def check_push(repo: str, collection: str | None = None) -> None:
-    """Refuse what cannot be pushed; asks nobody.
+    """Refuse an upload that cannot work, without a network request.
 
     Raises:
-        ConfigError: `repo` is not ORG/NAME, `collection` has no owner, the Hub is switched off, or nobody is
-            logged in.
+        ConfigError: `repo` is not ORG/NAME, `collection` has no owner, the Hub is switched off, or the user
+            is not logged in.
     """
     import huggingface_hub as hub
 
@@ -98,28 +98,28 @@ def check_push(repo: str, collection: str | None = None) -> None:
 
 
 def download(repo: str, *, revision: str | None = None, patterns: Sequence[str], elsewhere: str = "") -> Path:
-    """Fetch an artifact's files, from the local copy where there is one.
+    """Download an artifact's files, or take them from the local cache.
 
     Args:
         repo: ORG/NAME.
         revision: a branch, tag or commit; None: the newest.
-        patterns: file names to fetch; nothing else is.
-        elsewhere: where else it was looked for, for the error.
+        patterns: patterns of the files to download.
+        elsewhere: places searched before, for the error message.
 
     Raises:
-        ArtifactError: the artifact is not there, or the Hub cannot be reached.
+        ArtifactError: the artifact does not exist, or the Hub cannot be reached.
     """
     import huggingface_hub as hub
 
     named = repo if revision is None else f"{repo}@{revision}"
-    with _told("did not give it", before=f"no artifact '{named}': {elsewhere}"):
+    with _hub_errors("did not give it", before=f"no artifact '{named}': {elsewhere}"):
         return Path(
             hub.snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint())
         )
 
 
 def endpoint() -> str:
-    """The address of the Hub (`HF_ENDPOINT` decides)."""
+    """Return the URL of the Hub (`HF_ENDPOINT`, if set)."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
@@ -130,14 +130,14 @@ def _api() -> HfApi:
 
 
 @contextmanager
-def _told(what: str, remedy: str = "", *, before: str = "") -> Iterator[None]:
-    """One line for whatever goes wrong in the block, without tokens and without signed addresses.
+def _hub_errors(what: str, remedy: str = "", *, before: str = "") -> Iterator[None]:
+    """Context manager that turns any error into one line, without tokens and signed URLs.
 
     Raises:
-        ArtifactError: the line.
+        ArtifactError: the block failed.
     """
     import huggingface_hub as hub
-    from huggingface_hub.errors import HTTPError  # its client's, httpx or httpx2 by its version
+    from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending on the library's version
 
     try:
         yield

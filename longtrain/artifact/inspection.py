@@ -1,4 +1,4 @@
-"""What an artifact is, as far as its own files tell: nothing of its target is loaded."""
+"""Describes an artifact from its own files, without loading its target."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from longtrain.artifact.card import ROLES, sources_of
 from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
+from longtrain.artifact.golden.checks import Verification
 from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
-from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.provenance import commit_of, typed_command
@@ -27,12 +27,12 @@ Facts = dict[str, str]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be told of an artifact.
+    """The description of an artifact.
 
     Args:
-        facts: name -> what is known, in the order in which it is shown.
-        results: of evaluations in which it ran.
-        fault: why it does not verify; empty: it does.
+        facts: name -> value, in display order.
+        results: results of evaluations of it.
+        fault: reason why it is unverified; empty if it is verified.
     """
 
     facts: Facts
@@ -43,16 +43,16 @@ class Inspection:
 def inspect(
     where: str, *, home: str = ".", trained_by: str | None = None, unverified: bool = False
 ) -> Inspection:
-    """Everything that the files of an artifact, of another tool's folder or of a target say.
+    """Describe an artifact, a folder in another tool's format, or a target, from its files.
 
     Args:
-        where: see `Artifact.load`; or the folder or GGUF file of a target.
+        where: see `Artifact.load`; or a target's folder or GGUF file.
         home: the folder that holds `checkpoints`.
         trained_by: see `Artifact.load`.
         unverified: see `Artifact.load`.
 
     Raises:
-        ArtifactError: nothing is there, or something else, or a manifest that cannot be read.
+        ArtifactError: nothing is found, it is of another kind, or its manifest cannot be read.
     """
     place = Path(where).expanduser()
     if not where.startswith(HUB) and place.is_dir():
@@ -80,7 +80,7 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
     except ArtifactError as error:
         fault = str(error)
     made, golden = manifest["provenance"], manifest["golden"]
-    role = ROLES.get((golden or {}).get("kind", LAWS), {}).get("tag", "of a kind that is not known")
+    role = ROLES[(golden or {}).get("kind", LAWS)]["tag"]
     sums = [name for name in manifest["files"] if (folder / name).is_file()]
     facts = {
         "artifact": where if where.startswith(HUB) else str(folder),
@@ -107,7 +107,7 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
 
 
 def _comparisons(manifest: Mapping[str, Any]) -> Facts:
-    """What its export found with the target, and the largest effects that the target's rounding had there."""
+    """Return the checks made at export, and the largest rounding noise of the target there."""
     found: Verification = from_file(Verification, manifest["verification"])
     noise = (manifest["golden"] or {}).get("noise") or {}
     failed = [check for check in found.checks if not check.passed]
@@ -136,7 +136,7 @@ def _of_another_tool(folder: Path, trained_by: str | None) -> Inspection:
 
 
 def _target(folder: Path) -> Inspection:
-    """A target's folder: its config, and whether its weights are there and finite."""
+    """Describe a target's folder: its config, and if its weights are complete and finite."""
     import torch
 
     from longtrain.targets.at_hand import folder_at_hand, licence_of
@@ -167,7 +167,7 @@ def _target(folder: Path) -> Inspection:
 
 
 def _another_thing(folder: Path) -> str:
-    """What a folder of a run is, and what is to be done with it; empty: it is none."""
+    """Return the kind of a run folder and the command for it; empty if it is not a run folder."""
     if folder.suffix == ".ckpt":
         return "is a checkpoint of a training run; export the run: longtrain export name=NAME"
     if list(folder.glob("results.json")) or (folder / "ledger").is_dir():
@@ -193,7 +193,7 @@ def _tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sizes(folder: Path) -> str:
-    """The largest files, and all together."""
+    """Describe the sizes of the largest files and their sum."""
     sizes = {
         str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()
     }
@@ -229,9 +229,9 @@ def _made(made: Mapping[str, Any], version: str) -> str:
 
 
 def _unchecked(made: Mapping[str, Any]) -> str:
-    """Journals without checksums that the module was made from."""
+    """Name the training records that the export could not read because they were damaged."""
     found = ", ".join(made.get("unchecked") or ())
-    return f"{found}: read without checksums, so nothing shows whether they were edited" if found else ""
+    return f"{found} was damaged at export, so nothing is known of the data" if found else ""
 
 
 def _sources(made: Mapping[str, Any]) -> Iterator[str]:

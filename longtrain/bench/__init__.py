@@ -1,1 +1,1 @@
-"""Measurements of speed and memory; a figure goes nowhere without the JSON that it came in."""
+"""Measurements of speed and memory (`longtrain bench`); every published number has a JSON file."""

@@ -1,7 +1,7 @@
-"""The one clock of `longtrain bench`: wall time, CUDA events, replayed CUDA graphs and peak memory.
+"""Timers of `longtrain bench`: wall time, CUDA events and peak memory.
 
-A piece of work is a function without arguments (`timed`, `repeated`), or one that is called with 0, 1, 2, ...
-and takes another copy of its inputs each time (`cold`, `replayed`), so that none is found in a cache.
+The measured work is a function without arguments (`timed`, `repeated`), or a function that is called with 0,
+1, 2, ... and uses another copy of its inputs each time (`cold`), so that they are not in a cache.
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
 from longtrain.costs.hardware import GIB
-from longtrain.decoding.captured import Stopwatch, record
+from longtrain.decoding.captured import Stopwatch
 from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
 SCRATCH_BYTES, SCRATCH_WRITES = 2**29, 4
-"""Written before a short piece of work: it empties the L2 cache, and while the GPU writes the host queues the
-work, so that events do not time the host."""
-ROTATED_BYTES = 2**30
-"""Inputs are copied until they fill so many bytes, and used in turn: no call finds its own in a cache."""
-MOST_COPIES = 16
+"""Scratch memory written before short work: this empties the L2 cache, and keeps the GPU busy while the host
+queues the work, so that events do not measure the host."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of a piece of work.
+    """Time and memory of one run.
 
     Args:
-        wall_ms: from a device at rest to a device at rest, on the host's clock.
-        device_ms: the same between two CUDA events; None on a CPU.
-        peak_bytes: most memory allocated while it ran; None on a CPU.
-        reserved_bytes: most memory that torch took from the device until then; None on a CPU.
+        wall_ms: wall time between two synchronised states of the device.
+        device_ms: time between two CUDA events; None on a CPU.
+        peak_bytes: peak of allocated memory during the run; None on a CPU.
+        reserved_bytes: peak of the memory that torch has reserved so far; None on a CPU.
     """
 
     wall_ms: float
@@ -51,13 +48,13 @@ class Timing:
 
 
 def wait(device: torch.device) -> None:
-    """Return when the device is at rest."""
+    """Synchronise with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def watched(work: Callable[[], object], device: torch.device) -> Stopwatch:
-    """Launch a piece of work; the host does not wait for it, and asks the watch once it is over."""
+    """Launch work without waiting for it; the returned stopwatch is read once the work has finished."""
     watch = Stopwatch(device)
     work()
     watch.stop()
@@ -65,12 +62,12 @@ def watched(work: Callable[[], object], device: torch.device) -> Stopwatch:
 
 
 def spread_of(watches: Sequence[Stopwatch]) -> dict[str, float]:
-    """Spread of the milliseconds of work that is over."""
+    """Return the spread of the milliseconds of finished work."""
     return spread([1e3 * watch.seconds() for watch in watches])
 
 
 def timed(work: Callable[[], object], device: torch.device) -> Timing:
-    """Run a piece of work and clock it."""
+    """Run work once and time it."""
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +82,7 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
 
 
 def repeated(work: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> list[Timing]:
-    """Clock a piece of work several times, after runs that are not counted."""
+    """Time work several times, after warmup runs."""
     for _ in range(warmup):
         work()
     release(device)
@@ -93,7 +90,7 @@ def repeated(work: Callable[[], object], device: torch.device, *, warmup: int, r
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile of some measurements."""
+    """Return median, 10th and 90th percentile of measurements."""
     if len(values) == 1:
         return {"median": values[0], "p10": values[0], "p90": values[0]}
     tenths = quantiles(values, n=10, method="inclusive")
@@ -101,12 +98,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread_columns(heading: str, key: str) -> dict[str, str]:
-    """Columns of a table for a `spread`: the median under its heading, and both percentiles."""
+    """Return table columns for a `spread`: the median under its heading, and both percentiles."""
     return {heading: f"{key}.median", "p10": f"{key}.p10", "p90": f"{key}.p90"}
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Spreads of both clocks over some runs, and the highest peak."""
+    """Return spreads of wall and device time over runs, and the highest memory peak."""
     on_device = [one.device_ms for one in timings if one.device_ms is not None]
     peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
     return {
@@ -118,7 +115,7 @@ def summary(timings: Sequence[Timing]) -> dict[str, Any]:
 
 
 def versus(base: Sequence[Timing], other: Sequence[Timing]) -> dict[str, Any]:
-    """What `other` takes beyond the run of `base` that it was paired with."""
+    """Return the paired differences, `other` minus `base`, in milliseconds and as ratios."""
     pairs = list(zip(base, other, strict=True))
     extra = [b.wall_ms - a.wall_ms for a, b in pairs]
     share = spread([b.wall_ms / a.wall_ms for a, b in pairs])
@@ -133,7 +130,7 @@ def versus(base: Sequence[Timing], other: Sequence[Timing]) -> dict[str, Any]:
 
 
 def rounds(most: int, *, least: int, seconds: float) -> Callable[[int], bool]:
-    """Whether round `i` is still to be run: `least` always, then up to `most` while the time lasts."""
+    """Return a function: should iteration `i` run? `least` of them always, up to `most` if time allows."""
     start = time.perf_counter()
     return lambda i: i < least or (i < most and time.perf_counter() - start < seconds)
 
@@ -146,14 +143,14 @@ def cold(
     repeats: int,
     writes: int = SCRATCH_WRITES,
 ) -> dict[str, float]:
-    """Spread of the milliseconds of a short piece of work, the caches cold.
+    """Return the spread of the milliseconds of short work with cold caches.
 
     Args:
-        work: called with 0, 1, 2, ...; it takes another copy of its inputs each time.
-        device: where it runs.
+        work: called with 0, 1, 2, ..., to select another copy of its inputs each time.
+        device: the device it runs on.
         warmup: calls not counted.
         repeats: calls counted.
-        writes: of scratch memory before each call; as many as keep the GPU busy while the host queues it.
+        writes: scratch writes before each call, enough to keep the GPU busy while the host queues the call.
     """
     for i in range(warmup):
         work(i)
@@ -169,75 +166,16 @@ def cold(
     return spread_of(watches)
 
 
-def replayed(
-    work: Callable[[int], object], device: torch.device, *, calls: int, repeats: int
-) -> dict[str, float]:
-    """Spread of the milliseconds of a call, without the host in them.
-
-    Args:
-        work: called with 0 .. calls - 1; it takes another copy of its inputs each time.
-        device: on CUDA the calls are captured once in a CUDA graph and replayed, elsewhere they are timed one
-            by one.
-        calls: of one replay.
-        repeats: replays counted, three before them are not.
-    """
-    if device.type != "cuda":
-        return cold(work, device, warmup=1, repeats=repeats)
-
-    def run(count: int) -> None:
-        for i in range(count):
-            work(i)
-
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        run(min(2, calls))
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = record(partial(run, calls), device, None)
-    for _ in range(3):
-        graph.replay()
-    watches = [watched(graph.replay, device) for _ in range(repeats)]
-    wait(device)
-    return {name: ms / calls for name, ms in spread_of(watches).items()}
-
-
-def copies_of(size_bytes: int, device: torch.device) -> int:
-    """Copies of inputs of so many bytes: 2 to `MOST_COPIES` on a GPU, 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return min(MOST_COPIES, max(2, -(-ROTATED_BYTES // size_bytes)))
-
-
-@lru_cache(maxsize=8)
-def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written a second by a plain copy, for devices without an entry in the data sheets."""
-    source = torch.ones(2**24 if device.type == "cpu" else 2**28, device=device)
-    goal = torch.empty_like(source)
-    best_ms = min(timed(lambda: goal.copy_(source), device).wall_ms for _ in range(5))
-    return 2 * source.nbytes / (1e-3 * best_ms)
-
-
-@lru_cache(maxsize=8)
-def read_bytes_per_s(device: torch.device) -> float:
-    """Most bytes a second that a reduction of a large tensor reads: the ceiling of what only reads."""
-    x = torch.rand(2**22 if device.type == "cpu" else 2**29, device=device)
-    best_ms = min(
-        replayed(lambda _, read=read: read(x), device, calls=2, repeats=10)["median"]  # type: ignore[misc]
-        for read in (torch.sum, torch.amax)
-    )
-    return x.nbytes / (1e-3 * best_ms)
-
-
 @contextmanager
 def may_fail(row: dict[str, Any], device: torch.device, *kinds: type[Exception]) -> Iterator[list[Exception]]:
-    """Make a fault inside the block a result: the row says it under `failed`, and keeps what it had.
+    """Context manager that records an out-of-memory (or listed) error in `row["failed"]`, not raising it.
 
-    The block is given a list, which holds the fault afterwards, if there was one.
+    It yields a list that contains the error afterwards, if there was one.
 
     Args:
-        row: the row that is being measured.
-        device: the device whose memory is given back when the block ends.
-        kinds: the errors that are results too, beside running out of memory.
+        row: the measurement, whose values so far are kept.
+        device: the device whose unused memory is freed when the block ends.
+        kinds: further error classes to record.
     """
     results: tuple[type[Exception], ...] = (torch.OutOfMemoryError, *kinds)
     faults: list[Exception] = []
@@ -254,7 +192,7 @@ def may_fail(row: dict[str, Any], device: torch.device, *kinds: type[Exception])
             log.warning("could not be measured: %s", row["failed"])
             log.debug("where it failed", exc_info=error)
         faults.append(error)
-        traceback.clear_frames(error.__traceback__)  # or what they hold stays on the device
+        traceback.clear_frames(error.__traceback__)  # or tensors of its frames stay on the device
     release(device)
 
 
@@ -264,11 +202,11 @@ def filled(
     device: torch.device,
     *kinds: type[Exception],
 ) -> dict[str, Any]:
-    """A row that is measured part by part, as far as that is possible.
+    """Measure a row part by part, up to the first error.
 
     Args:
-        about: what the row is about.
-        parts: its figures; what an iterator has not given yet is measured when it is asked for.
+        about: the keys that identify the row.
+        parts: yields the row's metrics; each is measured when the iterator is advanced.
         device: see `may_fail`.
         kinds: see `may_fail`.
     """
@@ -280,17 +218,17 @@ def filled(
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more."""
+    """Free unreferenced memory of the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of the tensors that are on a CUDA device now; None for a CPU."""
+    """Return the bytes allocated on a CUDA device; None for a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def gib(size: int | None) -> float | None:
-    """Bytes as GiB."""
+    """Convert bytes to GiB."""
     return None if size is None else size / GIB

@@ -1,4 +1,4 @@
-"""Tokens a second of the engine: plain and speculative, against Hugging Face's loop and the roofline.
+"""Throughput of the engine, plain and speculative, compared with Hugging Face's loop and the roofline.
 
 All systems decode the same prompts in one process, over the same weights.
 """
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from longtrain import methods
 from longtrain.bench import clock
-from longtrain.bench.cycles import CycleCounts, phase_columns, random_ids, ready, split, whole
-from longtrain.bench.suites import Bench, Context, Row
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.bench.suites import Bench, Context, Row, random_ids
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs import roofline
 from longtrain.costs.hardware import Gpu
 from longtrain.costs.model import Sizes
@@ -23,7 +22,6 @@ from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
 from longtrain.systems import parse
-from longtrain.tables import of_rows
 from longtrain.targets.stock import decode_stock
 
 if TYPE_CHECKING:
@@ -53,14 +51,6 @@ COLUMNS = {
     "cache GiB": "plain.cache_gib",
     "draft GiB": "draft.draft_gib",
 }
-STEP_COLUMNS = {
-    "prompt tokens": "prompt_tokens",
-    "batch": "batch",
-    "shape": "shape",
-    "cycle ms": "cycle_ms",
-    "idle ms": "idle_ms.median",
-    **phase_columns("draft ms", "attention ms", "linear ms", "accept ms", "commit ms"),
-}
 
 
 @dataclass(frozen=True)
@@ -68,13 +58,11 @@ class EngineSettings:
     """The keys of `suite=engine`.
 
     Args:
-        lengths: prompt tokens.
-        batches: prompts decoded together.
+        lengths: prompt lengths in tokens.
+        batches: batch sizes.
         shape: a published shape with random weights and ids; None: the target, on held-out text.
-        max_new_tokens: generated tokens a prompt; no token id ends a text.
-        baselines: further systems that decode plainly: Hugging Face's loop (greedy), and the engine without
-            CUDA graphs.
-        cycles: cycles that are taken apart, plainly and with the draft; 0: none.
+        max_new_tokens: tokens generated for each prompt; no token id ends generation.
+        baselines: further plain decoders: Hugging Face's loop (greedy), and the engine without CUDA graphs.
         warmup: runs not counted.
         repeats: runs counted.
     """
@@ -84,20 +72,32 @@ class EngineSettings:
     shape: str | None = None
     max_new_tokens: Annotated[int, within(2)] = 128
     baselines: tuple[Literal["hugging_face", "uncaptured"], ...] = ()
-    cycles: CountOrZero = 0
     warmup: CountOrZero = 1
     repeats: Count = 5
 
 
 def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
-    """Plain against speculative decoding, one row a length and batch.
+    """Measure plain and speculative decoding; yields a row for each length and batch size.
 
     Raises:
-        ConfigError: a method that brings nothing to an engine, or that is trained and has a real target.
+        ConfigError: the method has no part for an engine, or needs training and has a real target.
+        DataError: the target has no tokenizer, or there is too little text.
+    """
+    drafting = context.drafting()
+    for target, parts, prompts in cases(settings, context):
+        yield measure(target, parts, prompts, drafting, settings, context.sampling, context.gpu)
+
+
+def cases(
+    settings: EngineSettings, context: Context
+) -> Iterator[tuple[Target, Parts | None, list[list[int]]]]:
+    """Yield the target, the method's parts and the prompts, for each length and batch size.
+
+    Raises:
+        ConfigError: the method has no part for an engine, or needs training and has a real target.
         DataError: the target has no tokenizer, or there is too little text.
     """
     artifact = context.load(context.artifact) if context.artifact else None
-    drafting = context.drafting()
     _check_method(settings, context)
     text: Sequence[int] = ()
     if settings.shape:
@@ -113,7 +113,7 @@ def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
                 prompts = random_ids(target.info.vocab_size, batch, length, seed=length)
             else:
                 prompts = _stretches(text, length, batch)
-            yield measure(target, parts, prompts, drafting, settings, context.sampling, context.gpu)
+            yield target, parts, prompts
 
 
 def _check_method(settings: EngineSettings, context: Context) -> None:
@@ -131,15 +131,15 @@ def _check_method(settings: EngineSettings, context: Context) -> None:
 
 
 def parts_of(context: Context, target: Target, artifact: Artifact | None) -> Parts | None:
-    """What `artifact=` or `method=` brings, with random weights if it would have to be trained.
+    """Return the draft, evictor, cache or selector of `artifact=` or `method=` (with random weights).
 
     Args:
-        context: of the suite.
+        context: the suite's context.
         target: the model.
-        artifact: what was loaded; None: what is measured is the method, or nothing.
+        artifact: the loaded artifact; None: the method is measured, or nothing.
 
     Raises:
-        ConfigError: a budget, or a key of `select`, that nothing takes.
+        ConfigError: a budget, or a key of `select`, is given that no part uses.
     """
     name = artifact.method if artifact else str(context.method["name"]) if context.method else None
     known = methods.get(name).inference_keys if name else ()
@@ -166,19 +166,19 @@ def measure(
     sampling: Sampling,
     gpu: Gpu | None = None,
 ) -> Row:
-    """Decode one batch of prompts plainly, by the baselines and, where `parts` brings a draft, with it.
+    """Decode one batch of prompts plainly, with the baselines, and with the draft of `parts`, if any.
 
-    Parts with a cache, an evictor or a selector of their own also decode plainly with those: that, and not
-    reading the whole cache in 16 bits, is whose text the draft must give.
+    If `parts` have a cache, an evictor or a selector, plain decoding is measured with those too, because the
+    draft must reproduce that text rather than the text of the full 16-bit cache.
 
     Args:
         target: the model.
-        parts: what is added to it; None: plain decoding alone.
+        parts: the method's parts; None: plain decoding only.
         prompts: token ids of equal length.
-        shape: what is drafted, or the shapes to choose among cycle by cycle; then no cycles are taken apart.
+        shape: the drafted tree, or the shapes to choose among in each cycle.
         settings: see `EngineSettings`.
-        sampling: the same for all systems; Hugging Face's loop is greedy.
-        gpu: the data sheet of the device; None: there is none.
+        sampling: sampling settings of all systems; Hugging Face's loop is greedy.
+        gpu: the device's data sheet; None: unknown.
     """
     row: Row = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
     most = settings.max_new_tokens
@@ -187,13 +187,13 @@ def measure(
         how: Any = {"max_new_tokens": most, "sampling": sampling, "shape": shape, "ignore_eos": True}
         runs = _runs(lambda: engine.generate(prompts, **how), settings)
         stats = runs[-1].stats
-        figures = {
+        metrics = {
             **_speeds([(one.stats.tokens_per_s, one.stats.prefill_s) for one in runs]),
             "cache_gib": clock.gib(stats.cache_bytes),
             "draft_gib": clock.gib(stats.draft_bytes),
             "target_forwards": stats.target_forwards,
         }
-        return figures, runs[-1]
+        return metrics, runs[-1]
 
     row["plain"], plain = timed(Engine(target), PLAIN)
     row |= _roofline(target, row, gpu)
@@ -203,29 +203,21 @@ def measure(
         loops = _runs(lambda: decode_stock(target, prompts, max_new_tokens=most), settings)
         tokens = len(prompts) * (most - 1)
         row["hugging_face"] = _speeds([(tokens / one.decode_s, one.prefill_s) for one in loops])
-    taken_apart: list[tuple[Parts, TreeShape]] = [(Parts(), PLAIN)]
     if parts is not None and (parts.cache or parts.evictor or parts.selector):
-        undrafted = replace(parts, draft=None)
-        row["same_cache"], other = timed(Engine(target, undrafted), PLAIN)
+        row["same_cache"], other = timed(Engine(target, replace(parts, draft=None)), PLAIN)
         row["same_cache_of_plain"] = _speed(row, "same_cache") / _speed(row, "plain")
-        taken_apart.append((undrafted, PLAIN))
         plain = other if parts.draft is not None else plain
     if parts is not None and parts.draft is not None:
         engine = Engine(target, parts)
         row["draft"], drafted = timed(engine, shape)
-        if isinstance(shape, TreeShape):
-            taken_apart.append((parts, shape))
-        else:
+        if not isinstance(shape, TreeShape):
             row["draft"]["costs"] = engine.costs.table()
         row |= _drafted(row, plain, drafted)
-    if settings.cycles:
-        counts = CycleCounts(settings.cycles, sampling=sampling)
-        row["steps"] = [_taken_apart(target, one, prompts, widths, counts) for one, widths in taken_apart]
     return row
 
 
 def _drafted(row: Row, plain: Generation, drafted: Generation) -> Row:
-    """What was drafted and accepted, and how the texts and speeds compare with plain decoding."""
+    """Return metrics of a drafted generation, compared with plain decoding in text and speed."""
     stats = drafted.stats
     cycles = [{"shape": list(widths), "cycles": count} for widths, count in stats.shapes.items()]
     draft = {**row["draft"], "cycles": cycles, "tau": stats.tau, "acceptance_rate": stats.acceptance_rate}
@@ -240,43 +232,34 @@ def _drafted(row: Row, plain: Generation, drafted: Generation) -> Row:
     return found
 
 
-def _taken_apart(
-    target: Target, parts: Parts, prompts: Sequence[Sequence[int]], shape: TreeShape, counts: CycleCounts
-) -> Row:
-    """Milliseconds of a cycle, of its phases, and of the GPU's idle time between cycles."""
-    phases = ready(target, parts, prompts, shape, counts)
-    about = {"prompt_tokens": len(prompts[0]), "batch": len(prompts), "shape": list(shape.widths)}
-    return {**about, **whole(phases, counts), **split(phases, counts)}
-
-
 def _runs(work: Callable[[], Run], settings: EngineSettings) -> list[Run]:
-    """What came of the counted runs."""
+    """Return the results of the counted runs."""
     return [work() for _ in range(settings.warmup + settings.repeats)][settings.warmup :]
 
 
 def _speeds(runs: Sequence[tuple[float, float]]) -> Row:
-    """Spreads of tokens a second and of the prefill's seconds."""
+    """Return spreads of tokens per second and of the prefill's seconds."""
     tokens_per_s, prefill_s = zip(*runs, strict=True)
     return {"tokens_per_s": clock.spread(tokens_per_s), "prefill_s": clock.spread(prefill_s)}
 
 
 def _speed(row: Row, system: str) -> float:
-    """Tokens a second of one system."""
+    """Return the tokens per second of one system."""
     return float(row[system]["tokens_per_s"]["median"])
 
 
 def _roofline(target: Target, row: Row, gpu: Gpu | None) -> Row:
-    """The least time of a plain step on this GPU and its share of the time taken; nothing elsewhere."""
+    """Return a plain step's roofline time and its share of the measured time; nothing on other devices."""
     if gpu is None:
         return {}
     phase = roofline.step(Sizes.of(target.info), batch=row["batch"], context=row["prompt_tokens"])
-    least_ms = roofline.figures(phase, gpu)["ms"]
+    least_ms = roofline.metrics(phase, gpu)["ms"]
     taken_ms = 1e3 * row["batch"] / _speed(row, "plain")
     return {"gpu": gpu.name, "roofline_ms": least_ms, "roofline_share": least_ms / taken_ms}
 
 
 def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:
-    """Stretches of a text, evenly spread.
+    """Return evenly spread excerpts of a text.
 
     Raises:
         DataError: there is too little text for this length.
@@ -287,10 +270,4 @@ def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:
     return [list(ids[i * step : i * step + length]) for i in range(batch)]
 
 
-def report(rows: Sequence[Row], settings: EngineSettings, context: Context) -> str:
-    """The table, and one of the cycles that were taken apart."""
-    apart: list[Any] = [one for row in rows for one in row.get("steps", [])]
-    return "\n\n".join([of_rows(rows, COLUMNS), *([of_rows(apart, STEP_COLUMNS)] if apart else [])])
-
-
-BENCH = Bench(settings=EngineSettings, run=run, report=report)
+BENCH = Bench(settings=EngineSettings, run=run, columns=COLUMNS)

@@ -1,6 +1,6 @@
-"""The suites of `longtrain bench`, and what each of them says about itself.
+"""The suites of `longtrain bench`, and the interface that each implements.
 
-A suite is a module with a constant `BENCH`; the job reads its settings, runs it, keeps its rows and shows
+A suite is a module with a constant `BENCH`; the job reads its settings, runs it, stores its rows and displays
 them.
 """
 
@@ -44,14 +44,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class HeldOutWanted:
-    """A stretch of one held-out document, at a place that the seed chooses.
+    """A request for an excerpt of a held-out document, at a place chosen by the seed.
 
     Args:
-        length: tokens of a prompt, with those that the tokenizer puts before a text.
-        after: tokens of the document behind the prompt.
-        text: a file or folder; None: what ships here.
-        kinds: the kinds of text to take from it; empty: all.
-        seed: the seed of the choice.
+        length: tokens of the prompt, including special tokens that the tokenizer puts first.
+        after: tokens of the document after the prompt.
+        text: a file or folder; None: the bundled text.
+        kinds: text kinds to use; empty: all.
+        seed: seed of the choice.
     """
 
     length: int
@@ -63,24 +63,23 @@ class HeldOutWanted:
 
 @dataclass(frozen=True)
 class Context:
-    """What a suite may know of the command line beside its own keys.
+    """The parts of the configuration that a suite may use besides its own keys.
 
     Args:
         device: the device to measure on.
-        seed: the seed of weights, tokens and coins.
+        seed: seed of weights, tokens and sampling.
         dtype: `target.dtype`.
-        method: the keys of `method`, its name among them; None where no method is chosen.
-        artifact: the name or folder of `artifact`; None where there is none.
-        reading: `evict.budget_tokens` and the keys of `select` that are set, by name without the group.
-        home: the folder that artifacts are looked up in.
-        sampling: how tokens are drawn, as `decode` says.
-        drafting: gives the shape, or the shapes to choose among, that `decode` says.
-        target_shape: gives the shape of the target that `target` names: one of `targets.shapes.SHAPES`, or
-            the keys of its config.json; None where no target is named.
-        load_target: gives the target that `target` names; its argument is taken where `target.path` is not
-            set.
-        held_out: gives the tokens of a stretch of held-out text, a prompt and what follows it; for None
-            those of all the text that ships here.
+        method: the keys of `method`, with its name; None: no method is chosen.
+        artifact: name or folder of the `artifact`; None: there is none.
+        reading: `evict.budget_tokens` and the keys of `select` that are set, without the group's name.
+        home: the folder in which artifacts are looked up.
+        sampling: sampling settings of `decode`.
+        drafting: returns the tree shape of `decode`, or the shapes to choose among.
+        target_shape: returns the shape of the configured target: a name of `targets.shapes.SHAPES`, or the
+            keys of its config.json; None: no target is configured.
+        load_target: loads the configured target; its argument is the default for `target.path`.
+        held_out: returns the tokens of a held-out excerpt, the prompt and the text after it; for None, of all
+            the bundled text.
     """
 
     device: torch.device
@@ -98,35 +97,35 @@ class Context:
 
     @property
     def cuda(self) -> bool:
-        """Whether a GPU is measured."""
+        """True if the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def gpu(self) -> Gpu | None:
-        """The data sheet of the device; None for a CPU and for an unknown GPU."""
+        """The device's data sheet; None for a CPU or an unknown GPU."""
         return gpu_called(torch.cuda.get_device_name(self.device)) if self.cuda else None
 
     @property
     def device_name(self) -> str:
-        """What CUDA calls the device, or `CPU`."""
+        """CUDA's name of the device, or `CPU`."""
         return torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
 
     def random_target(
         self, shape: str | Mapping[str, Any], *, dtype: str | None = None, fused: bool = True
     ) -> Target:
-        """A target with random weights on the device.
+        """Build a target with random weights on the device.
 
         Args:
             shape: a name of `targets.shapes.SHAPES`, or the keys of a `config.json`.
-            dtype: of its weights; None: `target.dtype`.
-            fused: whether its decoding layers are joined on CUDA, as in generation.
+            dtype: dtype of its weights; None: `target.dtype`.
+            fused: use fused decoding layers on CUDA, as in generation.
         """
         keys = shape if isinstance(shape, str) else dict(shape)
         target = random_target(keys, seed=self.seed, dtype=dtype or self.dtype, device=self.device)
         return target.fuse() if fused and self.cuda else target
 
     def load(self, name: str) -> Artifact:
-        """An artifact by its name or folder.
+        """Load an artifact by name or folder.
 
         Raises:
             ArtifactError: there is no such artifact.
@@ -134,15 +133,15 @@ class Context:
         return Artifact.load(name, home=self.home)
 
     def entries(self, values: Sequence[Any], key: str = "suite.systems") -> list[Entry]:
-        """Systems as they were typed, each with another name, and what they name is there.
+        """Parse systems as typed; checks that their names are distinct and their artifacts exist.
 
         Args:
-            values: entries of the grammar of `longtrain.systems`.
-            key: the key that they were given with, for messages.
+            values: entries in the grammar of `longtrain.systems`.
+            key: the key of the entries, for messages.
 
         Raises:
             ArtifactError: there is no such artifact.
-            ConfigError: an entry is wrong, or two have one name.
+            ConfigError: an entry is wrong, or two have the same name.
         """
         found = [parse(value) for value in values]
         check_methods(found, key)
@@ -156,26 +155,26 @@ class Context:
     def systems(
         self, target: Target, entry: Entry, *, budgets: Sequence[Budget] = (), **roles: Any
     ) -> list[System]:
-        """What an entry stands for, once a budget; a method that would have to be trained has random weights.
+        """Build the systems of an entry, one for each budget; untrained methods have random weights.
 
         Args:
             target: the model.
-            entry: a system.
-            budgets: rows kept, for systems that evict.
-            roles: what systems may bring, and who takes them (`Builder.of`).
+            entry: the entry.
+            budgets: KV entries kept, for systems that evict.
+            roles: allowed roles of the systems, and who uses them (`Builder.of`).
         """
-        shapes = (TreeShape((1,)),)  # of drafts whose entry names none; suites choose their own
+        shapes = (TreeShape((1,)),)  # default of entries without a shape; suites choose their own
         builder = Builder(target, budgets, shapes, self.load, random_seed=self.seed)
         return builder.of(entry, **roles)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """What `auto` stands for; it stands in the annotation of a key beside what else is allowed.
+    """Annotation of a key with the values that `auto` stands for.
 
     Args:
-        on_cuda: the value where a GPU is measured.
-        elsewhere: the value where a CPU is measured.
+        on_cuda: the value on a GPU.
+        elsewhere: the value on a CPU.
     """
 
     on_cuda: Any
@@ -183,7 +182,7 @@ class Auto:
 
 
 Dtype = Annotated[Literal["bfloat16", "float16", "float32"], Auto("bfloat16", "float32")]
-"""The type of a random target's or an operator's numbers."""
+"""Dtype of a random target or of an operator's inputs."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +190,12 @@ class Bench:
     """A suite of `longtrain bench`.
 
     Args:
-        settings: a dataclass whose fields are the suite's keys, with annotations for `longtrain.settings` and
-            `Auto` where a key may be `auto`.
-        run: measures; rows come as they are ready. What is wrong in the settings is told before the first.
-        columns: heading -> key of a row, for the table; a dotted key reaches into a mapping.
-        report: what is shown and written as Markdown, where it is more than one table of all rows.
-        pictures: gives PNGs by the names of their files.
+        settings: a dataclass whose fields are the suite's keys, with annotations for `longtrain.settings`,
+            and `Auto` for keys that may be `auto`.
+        run: measures, and yields rows as they are ready. Errors in the settings are raised before the first.
+        columns: heading -> key of a row, for the table; a dotted key looks into a nested mapping.
+        report: returns the Markdown report, if it is more than one table of all rows.
+        pictures: returns file name -> PNG.
     """
 
     settings: type
@@ -206,10 +205,10 @@ class Bench:
     pictures: Callable[[Sequence[Row]], dict[str, bytes]] | None = None
 
     def read(self, suite: Mapping[str, Any], context: Context) -> Any:
-        """The suite's settings, `auto` settled by the target that is named and by the device.
+        """Read the suite's settings; `auto` is resolved by the configured target and the device.
 
         Raises:
-            ConfigError: a key is not known, or its value is not allowed.
+            ConfigError: a key is unknown, or its value is not allowed.
         """
         values = dict(suite)
         for key, kind in get_type_hints(self.settings, include_extras=True).items():
@@ -225,12 +224,12 @@ class Bench:
         return read(self.settings, values, "suite", ignore=("name",))
 
     def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:
-        """The rows for people, in Markdown."""
+        """Return the rows as Markdown."""
         return self.report(rows, settings, context) if self.report else of_rows(rows, self.columns)
 
 
 def bench_of(name: str) -> Bench:
-    """The suite of a name.
+    """Return the suite of a name.
 
     Raises:
         ConfigError: there is no such suite.
@@ -241,8 +240,14 @@ def bench_of(name: str) -> Bench:
     return found
 
 
+def random_ids(vocab_size: int, batch: int, length: int, seed: int) -> list[list[int]]:
+    """Return prompts of random token ids, for random weights."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch, length), generator=rng).tolist()
+
+
 def brief(row: Mapping[str, Any]) -> str:
-    """A row's numbers and names in one line: medians of what was measured more than once."""
+    """Format a row in one line, with the medians of repeated measurements."""
     words = []
     for key, value in row.items():
         if isinstance(value, dict):
@@ -255,7 +260,7 @@ def brief(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ShapeKeys:
-    """What a shape given as a mapping must have, beside the keys that its `model_type` knows."""
+    """Required keys of a shape given as a mapping, besides those of its `model_type`."""
 
     num_hidden_layers: Count
     num_attention_heads: Count
@@ -267,14 +272,14 @@ class ShapeKeys:
 
 
 def shape_keys(shape: str | Mapping[str, Any], key: str = "suite.shape") -> dict[str, Any]:
-    """A shape as the keys of a `config.json`.
+    """Return a shape as the keys of a `config.json`.
 
     Args:
         shape: a name of `targets.shapes.SHAPES`, or such keys.
-        key: the key that it was given with, for messages.
+        key: the key of the shape, for messages.
 
     Raises:
-        ConfigError: no such name, or a mapping in which a size is missing or is none.
+        ConfigError: the name is unknown, or a size is missing or invalid.
     """
     if isinstance(shape, str):
         if shape not in SHAPES:

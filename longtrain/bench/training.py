@@ -1,10 +1,10 @@
-"""Time and peak memory of a training step of any method, and apart the target's pass and the module's step.
+"""Time and peak memory of any method's training step, of the target's pass and of the module's step.
 
-A random target of a published shape reads one random document as long as the row. The target's pass is that
-of the method, without what watches it. Where the method's step follows it, the step is also measured alone,
-on the recorded outputs of the pass, so that its peak is its own. Passes and whole steps run in turns, so that
-a clock that drifts meets both.
-Shapes: T tokens of the row.
+A random target of a published shape reads one random document that fills the packed sequence. The target's
+pass is the method's, without its attention hook. If the module's step runs after the pass, it is also
+measured alone, on recorded outputs of the pass, to obtain its own memory peak. Passes and whole steps
+alternate, so that clock drift affects both.
+Shapes: T tokens of the packed sequence.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from longtrain import methods
-from longtrain.bench import clock
+from longtrain.bench import clock, parts
 from longtrain.bench.clock import Timing, gib
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import MethodSpec, Objective
@@ -32,7 +32,7 @@ from longtrain.targets.step import PackedStep
 log = get_logger(__name__)
 
 COLUMNS = {
-    "row tokens": "row_tokens",
+    "row tokens": "sequence_tokens",
     "response": "response_tokens",
     "target tok/s": "target.tokens_per_s",
     "target peak GiB": "target.peak_gib",
@@ -44,6 +44,11 @@ COLUMNS = {
     "step / target": "ratio",
     "step peak GiB": "step.peak_gib",
     "weights GiB": "before_gib",
+    "target %": "percent.target",
+    "draft %": "percent.draft",
+    "loss %": "percent.loss",
+    "optimizer %": "percent.optimizer",
+    "copies %": "percent.copies",
     "failed": "failed",
 }
 
@@ -54,15 +59,16 @@ class TrainingSettings:
 
     Args:
         shape: the random target's shape, a name of `targets.shapes` or the keys of a `config.json`.
-        dtype: the target's numbers; in 16 bits a module trains under autocast, with fp32 weights.
-        lengths: tokens of the rows.
-        method: what is trained where `method=` chooses nothing.
-        chunk_tokens: rows of a chunk, for methods that have a setting of this name; None: their own.
-        response_tokens: labels at the end of a row; None: as the method says, 0: all tokens but the first.
+        dtype: the target's dtype; in 16 bits a module trains under autocast, with fp32 weights.
+        lengths: lengths of the packed sequences in tokens.
+        method: the method that is trained if `method=` is not given.
+        chunk_tokens: tokens of a chunk, for methods that have a setting of this name; None: their default.
+        response_tokens: labels at the end of the sequence; None: the method's; 0: all tokens except the
+            first.
         warmup: steps not counted.
-        repeats: most steps counted.
-        min_repeats: steps counted whatever the time.
-        seconds: of a length; no further step starts after it.
+        repeats: largest number of counted steps.
+        min_repeats: smallest number of counted steps, whatever their time.
+        seconds: time limit of a length, after which no further step starts.
     """
 
     shape: Annotated[str | dict[str, Any], Auto("llama31_8b", "llama_micro")]
@@ -83,9 +89,9 @@ class Trained:
 
     Args:
         spec: the method.
-        target: the frozen target, or what stands for it.
-        objective: the loss.
-        optimizer: its state is there before anything is measured.
+        target: the frozen target, or a `RecordedTarget`.
+        objective: the objective.
+        optimizer: the optimizer, with its state already allocated.
     """
 
     spec: MethodSpec
@@ -95,11 +101,11 @@ class Trained:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The trained tensors."""
+        """Return the trained tensors."""
         return [value for group in self.optimizer.param_groups for value in group["params"]]
 
     def step(self, batch: Batch, *, update: bool = True) -> None:
-        """Forward and backward, and unless `update` is false clipping and the optimizer."""
+        """Run forward and backward, and with `update` also clipping and the optimizer."""
         dtype = self.target.real.dtype
         low = dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(batch.ids_T.device.type, dtype=dtype) if low else nullcontext():
@@ -107,47 +113,49 @@ class Trained:
         labels = batch.documents_in_step if self.objective.per_document else loss.tokens
         (loss.total / labels).backward()
         if update:
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            self.optimizer.step()
+            with parts.part(parts.OPTIMIZER):
+                torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
 class RecordedTarget:
-    """A target whose packed pass can be recorded and given again; everything else is the real one's."""
+    """Target whose packed pass can be recorded and replayed; everything else is the real target's."""
 
     def __init__(self, target: Target) -> None:
         self.real = target
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """The arguments of the last pass."""
+        """Arguments of the last pass."""
         self.recorded: PackedStep | None = None
-        """What is given instead of a pass; None: a pass is run."""
+        """Outputs returned instead of running a pass; None: a pass is run."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
     def packed(self, *args: Any, **kwargs: Any) -> PackedStep:
-        """As `Target.packed`."""
+        """See `Target.packed`."""
         self.call = (args, kwargs)
-        return self.recorded or self.real.packed(*args, **kwargs)
+        with parts.part(parts.TARGET):
+            return self.recorded or self.real.packed(*args, **kwargs)
 
     @torch.no_grad()
     def again(self) -> PackedStep:
-        """The last pass once more, with nothing that watches it."""
+        """Run the last pass again, without an attention hook."""
         assert self.call is not None, "the objective runs no packed pass"
         args, kwargs = self.call
-        return self.real.packed(*args, **{key: value for key, value in kwargs.items() if key != "watch"})
+        return self.real.packed(*args, **{key: value for key, value in kwargs.items() if key != "hook"})
 
     @property
     def is_watched(self) -> bool:
-        """Whether the objective works while the target's pass runs."""
-        return self.call is not None and self.call[1].get("watch") is not None
+        """True if the objective observes the target's pass while it runs."""
+        return self.call is not None and self.call[1].get("hook") is not None
 
 
 def run(settings: TrainingSettings, context: Context) -> Iterator[Row]:
-    """One row a length, as they are ready; a length that does not fit in memory says so.
+    """Yield one row for each length; one that does not fit in memory has `failed`.
 
     Raises:
-        ConfigError: no method is chosen, or one that trains nothing against a target.
+        ConfigError: no method is chosen, or the method does not train against a target.
     """
     spec, config = chosen(settings, context)
     shape_keys(settings.shape)
@@ -158,10 +166,10 @@ def run(settings: TrainingSettings, context: Context) -> Iterator[Row]:
 
 
 def chosen(settings: TrainingSettings, context: Context) -> tuple[MethodSpec, Any]:
-    """The method that is trained, and its settings.
+    """Return the method that is trained, and its settings.
 
     Raises:
-        ConfigError: none is chosen, or it trains nothing against a target.
+        ConfigError: no method is chosen, or the method does not train against a target.
     """
     keys: Mapping[str, Any] = context.method or {"name": settings.method}
     if keys["name"] is None:
@@ -176,7 +184,7 @@ def chosen(settings: TrainingSettings, context: Context) -> tuple[MethodSpec, An
 
 
 def prepared(spec: MethodSpec, config: Any, target: Target, *, seed: int) -> Trained:
-    """A module with random weights and an optimizer that has its state."""
+    """Build a module with random weights and an optimizer with allocated state."""
     assert spec.objective is not None
     torch.manual_seed(seed)
     module = spec.build(config, target.info).to(target.device)
@@ -197,10 +205,10 @@ def measure(settings: TrainingSettings, trained: Trained, *, seed: int) -> Itera
     for length in settings.lengths:
         usual = trained.spec.cost.response_tokens
         response = min(usual, length // 2) if labels is None else labels
-        row: Row = {"row_tokens": length, "response_tokens": response or length - 1}
+        row: Row = {"sequence_tokens": length, "response_tokens": response or length - 1}
         row["prompt_tokens"] = length - row["response_tokens"]
         with clock.may_fail(row, trained.target.real.device):
-            for part in _figures(settings, trained, row, seed):
+            for part in _metrics(settings, trained, row, seed):
                 row |= part
         trained.target.recorded = trained.target.call = None
         trained.optimizer.zero_grad(set_to_none=True)
@@ -211,9 +219,9 @@ def measure(settings: TrainingSettings, trained: Trained, *, seed: int) -> Itera
         yield row
 
 
-def _figures(settings: TrainingSettings, trained: Trained, row: Row, seed: int) -> Iterator[Row]:
-    """The parts of a row, one after the other."""
-    target, length = trained.target, row["row_tokens"]
+def _metrics(settings: TrainingSettings, trained: Trained, row: Row, seed: int) -> Iterator[Row]:
+    """Measure the parts of a row one after the other."""
+    target, length = trained.target, row["sequence_tokens"]
     device = target.real.device
     vocabulary = target.real.info.vocab_size
     batch = document(length, row["response_tokens"], vocabulary, seed).to(device)
@@ -237,7 +245,10 @@ def _figures(settings: TrainingSettings, trained: Trained, row: Row, seed: int) 
         steps.append(clock.timed(lambda: trained.step(batch), device))
     yield {"target": speeds(passes, length, before), "step": speeds(steps, length, before)}
     yield clock.versus(passes, steps)
-    if target.is_watched:  # what follows the pass cannot be told from it
+    found = parts.shares(lambda: trained.step(batch), device)
+    names = ("target", "draft", "loss", "optimizer", "copies")
+    yield {"parts": found, "percent": {name: 100 * found[name]["share"] for name in names}}
+    if target.is_watched:  # the module's step cannot be separated from the pass
         return
     target.recorded = target.again()
     yield {"inputs": inputs(target.recorded, batch)}
@@ -249,7 +260,7 @@ def _figures(settings: TrainingSettings, trained: Trained, row: Row, seed: int) 
 
 
 def speeds(timings: list[Timing], tokens: int, before: int | None) -> Row:
-    """Times, tokens a second and memory of a piece of work."""
+    """Return times, tokens per second and memory of timed work."""
     found = clock.summary(timings)
     seconds = clock.spread([one.wall_ms / 1e3 for one in timings])
     reserved = max((one.reserved_bytes for one in timings if one.reserved_bytes is not None), default=None)
@@ -258,7 +269,7 @@ def speeds(timings: list[Timing], tokens: int, before: int | None) -> Row:
 
 
 def inputs(step: PackedStep, batch: Batch) -> Row:
-    """Bytes of what a step reads of the whole row; embeddings are looked up in parts."""
+    """Return the bytes of a step's inputs for the whole sequence, without embeddings (looked up in parts)."""
     tensors = {
         "k": [k for k, _ in step.kv.values()],
         "v": [v for _, v in step.kv.values()],
@@ -272,7 +283,7 @@ def inputs(step: PackedStep, batch: Batch) -> Row:
 
 
 def growth(first: Row, row: Row) -> Row:
-    """Growth of the module's peak since the first length, over the growth of its inputs."""
+    """Return the growth of the module's peak since the first length, divided by that of its inputs."""
     if "draft" not in row or row["draft"]["peak_bytes"] is None:
         return {}
     more = row["inputs"]["total_bytes"] - first["inputs"]["total_bytes"]
@@ -280,9 +291,9 @@ def growth(first: Row, row: Row) -> Row:
 
 
 def document(length: int, response: int, vocab_size: int, seed: int) -> Batch:
-    """One random document as long as the row; its last `response` tokens are the labels."""
-    coins = torch.Generator().manual_seed(seed)
-    ids_T = torch.randint(vocab_size, (length,), generator=coins)
+    """Return a random document that fills the sequence, whose last `response` tokens are labels."""
+    rng = torch.Generator().manual_seed(seed)
+    ids_T = torch.randint(vocab_size, (length,), generator=rng)
     mask_T = torch.arange(length) >= length - response
     return Batch(ids_T, (0, length), mask_T, seed=seed, tokens_in_step=int(mask_T.sum()), documents_in_step=1)
 

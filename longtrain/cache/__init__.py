@@ -1,1 +1,1 @@
-"""Where keys and values of the committed text and of a step's rows are kept: dense, evicted or quantised."""
+"""KV caches: dense, evicted, selected, offloaded to the host, or quantised."""

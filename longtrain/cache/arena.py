@@ -1,6 +1,7 @@
-"""A cache for captured decoding: buffers that stay where they are, lengths that only the device knows.
+"""A cache for decoding with CUDA graphs: buffers at fixed addresses, and lengths on the device only.
 
-Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim.
+Shapes: L layers, B batch, T new tokens, S cache positions, N tree nodes, P path, H query heads, G KV heads, D
+head dim.
 """
 
 from __future__ import annotations
@@ -11,23 +12,22 @@ from longtrain.cache.base import KernelMask, KVCache, Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import EvictedCache
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
+from longtrain.kernels.fused_layer import Slots, move_entries, write_rows
 from longtrain.kernels.tree_attention import tree_attention
 
 _LEAST_SLOTS = 256
 
 
 class ArenaCache(KVCache):
-    """Slot s of a sequence holds the s-th row that it kept; the tail follows at slot `rows_B[b]`.
+    """Position s of the buffer has the s-th stored entry of a sequence; the tail follows at `rows_B[b]`.
 
-    Every step is a fixed sequence of device operations on the same tensors, updated in place, so a CUDA
-    graph of it serves every length, and later batches of the same size. Prompts are read elsewhere: into
-    `store`, an ordinary cache over the same buffers, or, to be evicted, into a cache of their own; `take`
-    moves them in. After eviction a sequence has fewer rows than positions: `rows_B` counts rows, `len_B`
-    positions.
+    Every step is a fixed sequence of device operations on the same tensors, updated in place, so one CUDA
+    graph serves every length, and later batches of the same size. Prompts are read into `store`, an ordinary
+    cache over the same buffers, or, for eviction, into a cache of their own; `take` moves them in. After
+    eviction a sequence has fewer entries (`rows_B`) than positions (`len_B`).
 
     Args:
-        store: cache whose buffers become the arena's; with no slots before position 0.
+        store: cache whose buffers become the arena's; its `base` is 0.
     """
 
     def __init__(self, store: DenseCache) -> None:
@@ -39,34 +39,34 @@ class ArenaCache(KVCache):
 
     @property
     def slots(self) -> int:
-        """Slots of a sequence."""
+        """Capacity of a sequence, in positions."""
         return self.store.capacity
 
     @property
     def claimed(self) -> int:
-        """Slots that the present texts will need at most."""
+        """Most positions that the present sequences will need."""
         return self._claimed
 
     def take(self, cache: KVCache, *, room: int) -> None:
-        """Move in what a cache holds: nothing but lengths if that is `store`, else its rows too.
+        """Copy the entries of a cache into the arena; only lengths are copied if it is `store`.
 
         Args:
             cache: committed, see `movable`.
-            room: slots that will be needed after its rows.
+            room: positions needed after its entries.
 
         Raises:
-            ConflictError: heads or layers of the cache hold different numbers of rows.
-            ConfigError: there are not enough slots.
+            ConflictError: heads or layers of the cache have different numbers of entries.
+            ConfigError: the capacity is too small.
         """
         dense = movable(cache)
         if dense is None:
             raise ConflictError(
-                f"a {type(cache).__name__} whose heads keep different numbers of rows cannot be decoded from "
-                "static buffers; pass capture=False, or evict evenly"
+                f"a {type(cache).__name__} whose heads have different numbers of entries cannot be decoded "
+                "from static buffers; pass capture=False, or evict evenly"
             )
         self._claimed, self._used = dense.used + room, dense.used
         if self._claimed > self.slots:
-            raise ConfigError(f"{self._claimed} slots wanted of an arena of {self.slots}; make a larger one")
+            raise ConfigError(f"{self._claimed} positions for an arena of {self.slots}; make a larger one")
         if dense is not self.store:
             for own, other in (
                 (self.store.k_LBGSD, dense.k_LBGSD),
@@ -77,7 +77,7 @@ class ArenaCache(KVCache):
         self.len_B.copy_(cache.len_B)
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail rows of a layer at slots `rows_B[b]...`, over whatever tail was there."""
+        """Store tail entries of a layer at positions `rows_B[b]...`, overwriting any earlier tail."""
         write_rows(k_BGTD, v_BGTD, self.tail_slots(layer, k_BGTD.shape[2]))
 
     def tail_slots(self, layer: int, rows: int) -> Slots:
@@ -90,9 +90,9 @@ class ArenaCache(KVCache):
         return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.rows_B, self._masks.of(mask), scale=scale)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """See `KVCache`. Rows move at most to where earlier ones of the path lay, so in place."""
+        """See `KVCache`. Entries move only to positions of earlier nodes, so they can move in place."""
         if path_BP is not None:
-            move_rows(self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, path_BP, None)
+            move_entries(self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, path_BP, None)
         self._counts_2B.add_(n_B)
         self._masks.forget()
 
@@ -100,24 +100,24 @@ class ArenaCache(KVCache):
         """See `KVCache`."""
         return self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, self.len_B
 
-    def rows_left(self) -> int:
-        """See `KVCache`: what was there when prompts were taken in, more than was asked for as a rule."""
+    def room_left(self) -> int:
+        """See `KVCache`: the capacity left after the prompts, usually more than was requested."""
         return self.slots - self._used
 
     def bytes(self) -> int:
-        """Bytes of the slots that these sequences were given, and of lengths; the arena may be larger."""
+        """Bytes of the positions that these sequences need, and of lengths; the arena may be larger."""
         slot = self.store.k_LBGSD[..., 0, :].nbytes + self.store.v_LBGSD[..., 0, :].nbytes
         return self._claimed * slot + self.len_B.nbytes + self.rows_B.nbytes
 
 
 def rounded_slots(slots: int) -> int:
-    """At most an eighth more, so that prompts of about one length share buffers."""
+    """Round a capacity up by at most an eighth, so that prompts of similar length share buffers."""
     step = max(_LEAST_SLOTS, 1 << max(0, slots.bit_length() - 4))
     return -(-slots // step) * step
 
 
 def movable(cache: KVCache) -> DenseCache | None:
-    """The rows of a cache as one dense block, or None if it is none: an arena takes that alone."""
+    """Return the entries as one dense cache that an arena can copy; None if heads or layers differ."""
     if isinstance(cache, EvictedCache):
         return cache.tail if cache.prefixes is None else None
     return cache if isinstance(cache, DenseCache) else None

@@ -1,6 +1,7 @@
-"""The contract of every KV cache: a committed prefix and a tail of rows not yet accepted.
+"""The interface of every KV cache: a committed prefix and a tail of entries that are not accepted yet.
 
-Shapes: B batch, T new rows, S committed rows, N tree nodes, P path, H query heads, G KV heads, D head dim.
+Shapes: B batch, T new tokens, S committed entries, N tree nodes, P path, H query heads, G KV heads, D head
+dim.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ __all__ = ["Causal", "KVCache", "KernelMask", "Mask", "PrefixOnly", "Tree"]
 
 @dataclass(frozen=True)
 class Tree:
-    """Row i sees the prefix and the tail rows j with `visible_BNN[b, i, j]` (ancestor or self)."""
+    """Token i sees the prefix and the tail tokens j with `visible_BNN[b, i, j]` (ancestor or self)."""
 
     visible_BNN: Tensor
 
 
 @dataclass(frozen=True)
 class PrefixOnly:
-    """Rows see the committed prefix, nothing of the tail, and write no K, V (a draft's cross-attention)."""
+    """Tokens see the committed prefix but not the tail, and write no K, V (a draft's cross-attention)."""
 
 
 Mask: TypeAlias = Causal | Tree | PrefixOnly
 
 
 class KernelMask:
-    """Masks as the kernels take them; the bits of a tree are made once a step, for all layers."""
+    """Converts masks for the kernels; the bits of a tree are computed once per step, for all layers."""
 
     def __init__(self) -> None:
         self._bits: tuple[Tree, Tensor] | None = None
@@ -49,15 +50,15 @@ class KernelMask:
         return self._bits[1]
 
     def forget(self) -> None:
-        """Let go of the bits: the step is over."""
+        """Drop the bits at the end of a step."""
         self._bits = None
 
 
 class KVCache(ABC):
-    """K and V of every layer of one batch. The attention hook is its only writer.
+    """K and V of every layer for one batch. Only the attention hook writes to it.
 
-    A step writes T tail rows at every layer (`write`), attends (`attend`), and ends with `commit`, which
-    moves the accepted rows to the end of the prefix and forgets the others: that is the whole of rollback.
+    A step writes T tail entries at every layer (`write`), attends (`attend`), and ends with `commit`, which
+    moves the accepted entries to the end of the prefix and drops the others. No other rollback is needed.
     """
 
     len_B: Tensor
@@ -65,58 +66,58 @@ class KVCache(ABC):
 
     @abstractmethod
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail rows 0..T-1 of a layer, over whatever tail was there. K is post-RoPE."""
+        """Store tail entries 0..T-1 of a layer, overwriting any earlier tail. K is post-RoPE."""
 
     @abstractmethod
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention of the new rows over prefix and tail.
+        """Attention of the new tokens over prefix and tail.
 
         Returns:
-            out_BHTD in q's dtype, and the natural-log lse_BHT in fp32 where the implementation has it, else
-            None. A row that sees nothing gives zeros.
+            out_BHTD in q's dtype, and the natural-log lse_BHT in fp32 if the implementation has it, else
+            None. A token that sees nothing gives zeros.
         """
 
     def tail_slots(self, layer: int, rows: int) -> Slots | None:
-        """Where a layer's `rows` tail rows go, for a caller that stores them itself instead of `write`.
+        """Buffer positions of a layer's `rows` tail entries, for a caller that stores them itself.
 
-        None: they go through `write`.
+        None: entries must be stored with `write`.
         """
         return None
 
     def expect(self, n_B: Tensor | None) -> None:  # noqa: B027 (most caches need not know)
-        """Told before a forward how many of its rows are valid in each sequence; None: all of them."""
+        """Called before a forward with the number of valid tokens of each sequence; None: all of them."""
 
     def foresee(self, rows: int) -> None:  # noqa: B027 (most caches have all their room from the start)
-        """Told by the host before a recorded cycle, which runs without it, commits at most so many rows."""
+        """Called on the host before a CUDA graph is replayed; the graph commits at most `rows` tokens."""
 
     def commit_limit(self) -> Tensor | None:
-        """Most rows of each sequence, int64_B, that the next commit may take; None: all of a step's."""
+        """Most tokens of each sequence, int64_B, that the next commit may accept; None: no limit."""
         return None
 
     def step_limit(self) -> int | None:
-        """Most rows of a step over a committed prefix; None: as many as there is room for."""
+        """Most tokens of a step over a committed prefix; None: as many as there is room for."""
         return None
 
     @abstractmethod
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
+        """Accept tail entries `path_BP[b, :n_B[b]]` in order, or 0..n_B[b]-1 if `path_BP` is None."""
 
-    def rows_left(self) -> int | None:
-        """Rows of each sequence that can follow the committed ones, as far as the host knows; None: any."""
+    def room_left(self) -> int | None:
+        """Number of entries that fit after the committed ones, as far as the host knows; None: no limit."""
         return None
 
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes of storage held, everything counted."""
+        """Bytes of all storage."""
 
     def free(self) -> None:
-        """Give the storage back although a draft or a graph still knows this cache; it is of no use then."""
+        """Free the storage even if a draft or a graph still refers to this cache, which is unusable then."""
         for tensor in self.tensors() or ():
             tensor.untyped_storage().resize_(0)
 
     def tensors(self) -> tuple[Tensor, ...] | None:
-        """What decoding steps read and write, where they do so in place and ask the host nothing; else None.
+        """Tensors that decoding steps update in place, if these need no host synchronisation; else None.
 
-        A CUDA graph of a step is good as long as these tensors are the same objects.
+        A CUDA graph of a step is valid as long as these tensors are the same objects.
         """
         return None

@@ -1,7 +1,7 @@
 """A plain KV cache: every position in the model's own dtype, in static buffers.
 
-Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim,
-R = T * H / G packed rows.
+Shapes: L layers, B batch, T new tokens, S cache positions, N tree nodes, P path, H query heads, G KV heads, D
+head dim, R = T * H / G packed rows (the queries of one KV head).
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.split import split_attention, split_serves
 
 _SLACK = 64
-"""How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
+"""Largest drift of the host's bound on lengths before the exact lengths are read from the device."""
 
 _MIN_PREFIX, _MAX_REST = 512, 1024
 """Attention is split where all sequences share at least so long a prefix and differ by at most so much."""
 
 
 class DenseCache(KVCache):
-    """Slot base + s of a sequence holds position s of its prefix; the tail follows at slot `base + len_B[b]`.
+    """Buffer position base + s has position s of a sequence; the tail follows at `base + len_B[b]`.
 
-    The `base` slots before them (none, as a rule) are written from outside and seen by every row.
-
-    Lengths live on the device and differ per sequence. The host keeps bounds on them only, so a decoding step
-    does not wait for the device: `_low` <= every length <= `_high`.
+    The `base` entries before them (usually none) are written from outside and visible to every token. Lengths
+    are on the device and differ between sequences. The host has bounds only, so that a decoding step does not
+    wait for the device: `_low` <= every length <= `_high`.
 
     Args:
-        n_layers: layers.
-        n_kv_heads: KV heads of each.
+        n_layers: number of layers.
+        n_kv_heads: number of KV heads of each layer.
         head_dim: size of a head.
-        batch: sequences.
+        batch: number of sequences.
         max_tokens: most committed positions of a sequence.
-        max_nodes: most tail rows of a step once `max_tokens` are committed.
+        max_nodes: most tail entries of a step once `max_tokens` are committed.
         device: device of the buffers.
         dtype: dtype of the buffers.
-        base: slots before position 0.
+        base: number of buffer positions before position 0.
 
     Raises:
         ConfigError: a size is not positive, or there is too little memory (`NoRoomError`).
@@ -73,7 +72,7 @@ class DenseCache(KVCache):
         needed = 2 * dtype.itemsize * n_layers * batch * n_kv_heads * shape[3] * head_dim
         less = "shorten the prompts, lower decode.max_new_tokens or the batch, or halve it: method=quantspec"
         check_room(needed, device, what="a KV cache", batch=batch, tokens=shape[3], remedy=less)
-        # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
+        # Zeros, not empty: a masked position has weight 0, and 0 times garbage may be NaN.
         self.k_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
@@ -84,10 +83,10 @@ class DenseCache(KVCache):
         self._visible: tuple[Mask, int, int, int, Tensor] | None = None
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail rows of a layer at slots `len_B[b]...`, over whatever tail was there.
+        """Store tail entries of a layer at positions `len_B[b]...`, overwriting any earlier tail.
 
         Raises:
-            ConfigError: the rows do not fit in the cache.
+            ConfigError: the entries do not fit in the cache.
         """
         T = k_BGTD.shape[2]
         self._tail = T
@@ -101,7 +100,7 @@ class DenseCache(KVCache):
         self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over prefix and tail; a row that sees nothing gives zeros. On a CPU the lse is None."""
+        """Attention over prefix and tail; a token that sees nothing gives zeros. On a CPU the lse is None."""
         T = q_BHTD.shape[2]
         if isinstance(mask, Causal) and self._high == self.base == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
@@ -114,7 +113,7 @@ class DenseCache(KVCache):
         return out, lse
 
     def attend_lse(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        """As `attend`, always with the lse (-inf for a row that sees nothing): one half of a merge."""
+        """As `attend`, always with the lse, which is -inf for a token that sees nothing."""
         out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True)
         assert lse is not None
         return out, lse
@@ -122,7 +121,7 @@ class DenseCache(KVCache):
     def _attend(
         self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The query heads of a KV head become rows of one matrix: K and V are read once, never repeated."""
+        """Attention with the query heads of a KV head packed into one matrix, so K and V are read once."""
         B, H, T, D = q_BHTD.shape
         low, used = self.base + self._low, self.base + self._high
         used += 0 if isinstance(mask, PrefixOnly) else T
@@ -131,7 +130,7 @@ class DenseCache(KVCache):
             return torch.zeros_like(q_BHTD), q_BHTD.new_full((B, H, T), -torch.inf, dtype=wide)
         k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
         G = k.shape[1]
-        q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)
+        q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)  # [B, H, T, D] -> [B, G, R, D]: a GQA group as rows
         split = low >= _MIN_PREFIX and 0 < used - low <= _MAX_REST and split_serves(q_BGRD)
         start = low if split else 0
         visible_B1RC = self._visible_rows(mask, T, start, used, H // G)
@@ -145,11 +144,12 @@ class DenseCache(KVCache):
         return out.reshape(B, H, T, D), lse.reshape(B, H, T)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.
+        """Accept tail entries. Entries that are not accepted stay beyond the length and are overwritten.
 
         Args:
-            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1, which lie in place.
-            n_B: how many are accepted, int64; 0 leaves a sequence as it is.
+            path_BP: indices of the accepted tail entries in order, int64; None: entries 0..n_B[b]-1, which
+                are already in place.
+            n_B: number of accepted entries, int64; 0 leaves a sequence unchanged.
         """
         if path_BP is not None:
             rows_B1 = self._row_B[:, None]
@@ -164,19 +164,19 @@ class DenseCache(KVCache):
 
     @property
     def used(self) -> int:
-        """Slots that may hold committed rows, `base` included, as far as the host knows."""
+        """Upper bound of the committed buffer positions, `base` included, known on the host."""
         return self.base + self._high
 
-    def rows_left(self) -> int:
+    def room_left(self) -> int:
         """See `KVCache`."""
         return self.capacity - self._high
 
     def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's K and V as views [B, C, G, D] over all C slots; slots from `len_B[b]` on mean nothing."""
+        """A layer's K and V as views [B, C, G, D] of all C positions; undefined from `len_B[b]` on."""
         return self.k_LBGSD[layer].transpose(1, 2), self.v_LBGSD[layer].transpose(1, 2)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget what was committed beyond `lengths` (on the host, none above the present one)."""
+        """Drop entries committed beyond `lengths` (on the host, none above the present one)."""
         self.len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
         self._low, self._high = min(lengths), max(lengths)
         self._synced_high = self._high
@@ -187,24 +187,24 @@ class DenseCache(KVCache):
         return self.k_LBGSD.nbytes + self.v_LBGSD.nbytes + self.len_B.nbytes
 
     def _tighten(self, T: int) -> None:
-        """Make the host's bounds exact when they drifted or seem to overflow, then check that T rows fit."""
+        """Read exact lengths if the host's bounds drifted or seem to overflow; check that T entries fit."""
         if self._high - self._synced_high > _SLACK or self._high + T > self.capacity:
             self._low, self._high = torch.stack(torch.aminmax(self.len_B)).tolist()
             self._synced_high = self._high
         if self._high + T > self.capacity:
             raise ConfigError(
-                f"cache is full: {self._high} tokens committed and {T} new rows, room for {self.capacity}; "
+                f"cache is full: {self._high} tokens committed and {T} new tokens, room for {self.capacity}; "
                 "raise the engine's limits (tokens, nodes) or shorten the prompt"
             )
 
     def _slots(self, T: int) -> Tensor:
-        """Slots of the tail's rows, made once a step."""
+        """Buffer positions [B, T] of the tail, computed once per step."""
         if self._slots_BT is None or self._slots_BT.shape[1] != T:
             self._slots_BT = self.base + self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
     def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int) -> Tensor:
-        """Mask [B, 1, g*T or 1, used - start]: which slots each packed row sees; made once a step."""
+        """Mask [B, 1, g*T or 1, used - start] of the positions that each packed row sees; once per step."""
         kept = self._visible
         if kept is not None and kept[1:4] == (T, start, used):
             same = kept[0] is mask if isinstance(mask, Tree) else type(kept[0]) is type(mask)
@@ -212,15 +212,15 @@ class DenseCache(KVCache):
                 return kept[4]
         slot_C = torch.arange(start, used, device=self.len_B.device)
         if isinstance(mask, Causal):
-            visible_BTC = slot_C <= self._slots(T)[:, :, None]
+            visible_BTC = slot_C <= self._slots(T)[:, :, None]  # [C] <= [B, T, 1]
         elif isinstance(mask, PrefixOnly):
             visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None]
-        else:
+        else:  # a tree: all of the prefix, and among the tail's positions the nodes of the mask
             visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None].repeat(1, T, 1)
             tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
             visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
         B, rows, _ = visible_BTC.shape
-        if rows > 1:
+        if rows > 1:  # [B, T, C] -> [B, g * T, C]: repeated for each query head of a group
             visible_BTC = visible_BTC[:, None].expand(-1, g, -1, -1).reshape(B, g * rows, used - start)
         result = visible_BTC[:, None]
         self._visible = (mask, T, start, used, result)

@@ -1,7 +1,7 @@
-"""A cache after eviction: of the prompt only the rows that were kept, and a dense tail for what follows.
+"""A cache after eviction: the kept entries of the prompt, and a dense tail for the tokens after it.
 
-Shapes: L layers, B batch, T new rows, G KV heads, H query heads, D head dim, K kept rows of a sequence and
-head, N kept rows of a layer, X = B * G.
+Shapes: L layers, B batch, T new tokens, G KV heads, H query heads, D head dim, K kept entries of a sequence
+and head, N kept entries of a layer, X = B * G.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longtrain.kernels.attention.split import lse_merge
 
 
 class Kept(Protocol):
-    """Which rows stay (`decoding.evict.Keep`)."""
+    """The entries that remain (`decoding.evict.Keep`)."""
 
     @property
     def idx_LBGK(self) -> Tensor:  # noqa: N802
@@ -29,17 +29,17 @@ class Kept(Protocol):
 
     @property
     def n_LBG(self) -> Tensor:  # noqa: N802
-        """How many, on the host."""
+        """Number of entries, on the host."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The kept rows of one layer, segment after segment (sequence by sequence, KV head by KV head).
+    """The kept entries of one layer, end to end (sequence by sequence, KV head by KV head).
 
     Args:
-        k_ND: keys, as they were stored: with the rotary angles of their own positions.
+        k_ND: keys, with the rotary angles of their original positions.
         v_ND: values.
-        segments: the places of each sequence's and head's rows; None where all have as many.
+        segments: the range of each sequence and head; None if all have the same number of entries.
     """
 
     k_ND: Tensor
@@ -48,17 +48,17 @@ class Prefix:
 
 
 class EvictedCache(KVCache):
-    """What `compact` leaves. `len_B` goes on counting positions, not rows.
+    """The result of `compact`. `len_B` counts positions, not entries.
 
-    Where every layer, sequence and head kept as many rows, they lie in one buffer with the tail and are
-    attended like any cache. Otherwise each layer has its rows end to end, no slot wasted, and attention over
-    them is merged with that over the tail by lse.
+    If every layer, sequence and head has the same number of entries, they are in one buffer with the tail,
+    and attention runs as over any cache. Otherwise each layer's entries are stored end to end without
+    padding, and attention over them is merged with that over the tail by lse.
 
     Args:
-        tail: holds what comes after the prompt; its `base` slots are the kept rows where these are even.
-        prefixes: kept rows of each layer; None where they are in the tail's buffer.
+        tail: cache of the tokens after the prompt; if even, its `base` entries are the kept ones.
+        prefixes: kept entries of each layer; None if they are in the tail's buffer.
         lengths: tokens of each prompt, on the host.
-        n_LBG: rows kept, on the host.
+        n_LBG: number of kept entries, on the host.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EvictedCache(KVCache):
         self.len_B = self._start_B + tail.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail rows of a layer, over whatever tail was there.
+        """Store tail entries of a layer, overwriting any earlier tail.
 
         Raises:
             ConfigError: they do not fit in the room that `compact` was given.
@@ -78,13 +78,13 @@ class EvictedCache(KVCache):
         self.tail.write(layer, k_BGTD, v_BGTD)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over kept rows, committed tail and new rows."""
+        """Attention over kept entries, committed tail and new tokens."""
         if self.prefixes is None:
             return self.tail.attend(layer, q_BHTD, mask=mask, scale=scale)
         prefix = self.prefixes[layer]
         B, H, T, D = q_BHTD.shape
         G = self.tail.k_LBGSD.shape[2]
-        q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)
+        q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)  # [B, H, T, D] -> [B, G, R, D]: a GQA group as rows
         if prefix.segments is None:
             k_BGKD, v_BGKD = (x.view(B, G, -1, D) for x in (prefix.k_ND, prefix.v_ND))
             far, far_lse = even_attention(q_BGRD, k_BGKD, v_BGKD, scale=scale)
@@ -99,12 +99,12 @@ class EvictedCache(KVCache):
         self.tail.commit(path_BP, n_B)
         self.len_B = self._start_B + self.tail.len_B
 
-    def rows_left(self) -> int | None:
+    def room_left(self) -> int | None:
         """See `KVCache`."""
-        return self.tail.rows_left()
+        return self.tail.room_left()
 
     def bytes(self) -> int:
-        """Bytes of kept rows, their index, the tail with its room, and lengths."""
+        """Bytes of kept entries, their index, the tail with its free room, and lengths."""
         held = self.tail.bytes() + self.len_B.nbytes + self._start_B.nbytes
         for prefix in self.prefixes or []:
             held += prefix.k_ND.nbytes + prefix.v_ND.nbytes
@@ -114,34 +114,34 @@ class EvictedCache(KVCache):
 
 
 def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int) -> EvictedCache:
-    """A copy of the prompts' cache with the kept rows alone; the caller lets go of the whole one.
+    """Copy the kept entries of the prompts' cache to a smaller one; the caller drops the original.
 
     Args:
-        cache: prompts, committed, nothing after them.
-        keep: which rows stay, at least one of each layer, sequence and KV head.
+        cache: committed prompts, with nothing after them.
+        keep: entries that remain, at least one of each layer, sequence and KV head.
         lengths: tokens of each prompt, on the host.
-        room: rows of the tail: what will be committed after the prompt, and the nodes of one step.
+        room: capacity of the tail: tokens committed after the prompt, and the nodes of one step.
 
     Raises:
-        ConfigError: `keep` does not fit the cache: its shape, no row, or more rows than a prompt has.
-        ConflictError: the cache is of another kind, whose rows cannot be picked.
+        ConfigError: `keep` does not fit the cache: wrong shape, no entry, or more entries than a prompt has.
+        ConflictError: the cache is of a kind whose entries cannot be selected.
     """
     if not isinstance(cache, DenseCache):
         raise ConflictError(
-            f"rows of a {type(cache).__name__} cannot be evicted; use a plain cache, or leave eviction out"
+            f"entries of a {type(cache).__name__} cannot be evicted; use a plain cache, or leave eviction out"
         )
     n_LBG, device = keep.n_LBG, cache.len_B.device
     L, B, G, _, D = cache.k_LBGSD.shape
     if n_LBG.shape != (L, B, G) or len(lengths) != B:
         raise ConfigError(
-            f"rows to keep for [layers, sequences, KV heads] = {list(n_LBG.shape)} and {len(lengths)} "
+            f"entries to keep for [layers, sequences, KV heads] = {list(n_LBG.shape)} and {len(lengths)} "
             f"prompts; the cache has {[L, B, G]}"
         )
     most_B = torch.tensor(lengths)
     if int(n_LBG.min()) < 1 or bool((n_LBG > most_B[:, None]).any()):
         raise refusal(
             ConfigError,
-            f"{int(n_LBG.min())} to {int(n_LBG.max())} rows kept of prompts of {list(lengths)} tokens",
+            f"{int(n_LBG.min())} to {int(n_LBG.max())} entries kept of prompts of {list(lengths)} tokens",
             "1 to the prompt's length in every layer and KV head",
         )
     even = int(n_LBG.min()) == int(n_LBG.max())
@@ -159,7 +159,7 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
     )
     idx_LBGK = keep.idx_LBGK.to(device, non_blocking=True)
     if even:
-        idx = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)
+        idx = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)  # [L, B, G, K] -> [L, B, G, K, D]
         tail.k_LBGSD[..., :base, :] = cache.k_LBGSD.gather(3, idx)
         tail.v_LBGSD[..., :base, :] = cache.v_LBGSD.gather(3, idx)
         return EvictedCache(tail, None, lengths, n_LBG)
@@ -168,14 +168,26 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
 
 
 def prefix_of(cache: DenseCache, layer: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:
-    """The kept rows of one layer, gathered."""
+    """The kept entries of one layer, gathered."""
+    segments, owner_N, slot_N = end_to_end(idx_BGK, n_BG)
+    k_ND, v_ND = (x[layer].flatten(0, 1)[owner_N, slot_N] for x in (cache.k_LBGSD, cache.v_LBGSD))
+    return Prefix(k_ND, v_ND, None if int(n_BG.min()) == int(n_BG.max()) else segments)
+
+
+def end_to_end(idx_BGK: Tensor, n_BG: Tensor) -> tuple[Segments, Tensor, Tensor]:
+    """Concatenate the kept entries of one layer, segment after segment.
+
+    Args:
+        idx_BGK: positions, the first `n_BG` of each sequence and KV head.
+        n_BG: their number, on the host.
+
+    Returns:
+        the segments, and for each entry its sequence and head (as b * G + g) and its position, int64_N.
+    """
     counts, device = n_BG.flatten().tolist(), idx_BGK.device
     segments = segments_of(counts, device)
-    count_X = segments.count_X
     owner_N = torch.repeat_interleave(
-        torch.arange(len(counts), device=device), count_X, output_size=sum(counts)
+        torch.arange(len(counts), device=device), segments.count_X, output_size=sum(counts)
     )
     nth_N = torch.arange(len(owner_N), device=device) - segments.start_X[owner_N]
-    slot_N = idx_BGK.flatten(0, 1)[owner_N, nth_N]
-    k_ND, v_ND = (x[layer].flatten(0, 1)[owner_N, slot_N] for x in (cache.k_LBGSD, cache.v_LBGSD))
-    return Prefix(k_ND, v_ND, segments if min(counts) < max(counts) else None)
+    return segments, owner_N, idx_BGK.flatten(0, 1)[owner_N, nth_N]

@@ -1,7 +1,8 @@
-"""QuantSpec's KV cache: old tokens in 4-bit planes read at 8 bits by the target and at 4 by the draft, recent
-ones in full precision.
+"""QuantSpec's KV cache: old tokens are quantised to 8 bits in two nibbles, recent ones in full precision.
 
-Shapes: L layers, B batch, T new rows, S prompt rows, P path, H query heads, G KV heads, D head dim.
+The target reads both nibbles (8 bits); the draft reads the upper one alone (4 bits).
+
+Shapes: L layers, B batch, T new tokens, S prompt tokens, P path, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -13,49 +14,49 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
-from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
+from longtrain.kernels.fused_layer import Slots, move_entries, write_rows
 from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
 from longtrain.kernels.hierarchical.quantise import LARGEST, flush_blocks, quantise_blocks, unsound
 
 _SLACK = BLOCK
-"""How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
+"""Largest drift of the host's bound on lengths before the exact lengths are read from the device."""
 
 
 class HierarchicalCache(KVCache):
-    """Blocks of 128 tokens quantised for good, and a ring of three blocks for the 128 to 255 tokens after
-    them and the rows of the step.
+    """Quantised blocks of 128 tokens, then a ring buffer of three blocks in full precision.
 
-    A sequence's oldest full-precision block is quantised as soon as two are full; since the ring is addressed
-    by position, neither that nor forgetting rows moves anything. Lengths live on the device, in tensors that
-    are never replaced. A prompt is read in one forward into the empty cache and attends to its own rows in
-    full precision.
+    The ring has the 128 to 255 committed tokens after the quantised ones, and the tokens of the step. A
+    sequence's oldest full-precision block is quantised as soon as two are full. The ring is addressed by
+    position, so neither this nor a rollback moves anything. Lengths are on the device, in tensors that are
+    never replaced. A prompt is read in one forward into the empty cache and attends to itself in full
+    precision.
 
     Args:
-        n_layers: layers.
-        n_heads: query heads.
-        n_kv_heads: KV heads.
+        n_layers: number of layers.
+        n_heads: number of query heads.
+        n_kv_heads: number of KV heads.
         head_dim: size of a head, 64 or 128.
-        batch: sequences.
+        batch: number of sequences.
         max_tokens: most committed positions of a sequence.
-        max_nodes: most rows of a decoding step, up to 128.
+        max_nodes: most tokens of a decoding step, up to 128.
         device: device of the buffers.
         dtype: dtype of recent tokens.
-        split: how an 8-bit code falls into two nibbles.
-        strict: let no step go past the point where plain decoding would have quantised a block, so that
-            speculative and plain decoding on this cache follow one law (`commit_limit`).
+        split: the division of an 8-bit code into two nibbles.
+        strict: end every step where plain decoding would quantise a block, so that speculative and plain
+            decoding on this cache have the same distribution (`commit_limit`).
 
     Raises:
-        ConfigError: a size that is not served, or too little memory (`NoRoomError`).
+        ConfigError: an unsupported size, or too little memory (`NoRoomError`).
 
     Source: QuantSpec §4.2-4.3.
     Note: in the paper C_F2 moves into C_F1; here the ring's blocks change roles instead. Plain decoding
-        flushes at length 128 (n + 2); a step that verifies past it would read old keys at full precision
-        where plain decoding reads them quantised, which `strict` forbids.
+        quantises a block at length 128 (n + 2); a step that verifies past it would read old keys at full
+        precision where plain decoding reads them quantised, which `strict` prevents.
     """
 
     bits = 8
-    """At which the target reads quantised tokens."""
+    """Bits at which the target reads quantised tokens."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class HierarchicalCache(KVCache):
         self.clear()
 
     def clear(self) -> None:
-        """Empty again, for the next prompts; the storage stays where it is."""
+        """Empty the cache for the next prompts; addresses of the storage do not change."""
         self.len_B.zero_()
         self.blocks_B.zero_()
         self._empty = True
@@ -115,20 +116,20 @@ class HierarchicalCache(KVCache):
         self._high = self._synced_high = self._tail = 0
 
     def serves(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it has the room, and is of this kind."""
+        """True if its batch size, capacity, device and dtype fit."""
         like = (self.ring.k.device, self.ring.k.dtype) == (device, dtype)
         return like and len(self.len_B) == batch and self.capacity >= max_tokens
 
     def expect(self, n_B: Tensor | None) -> None:
-        """Valid rows of each sequence in the coming forward: a prompt is quantised as it is read."""
+        """See `KVCache`; needed because a prompt is quantised as it is read."""
         if self._empty:
             self._prompt_B = n_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store rows of a layer: of a prompt (the cache is empty) for good, else as the tail.
+        """Store entries of a layer: committed ones of a prompt if the cache is empty, else the tail.
 
         Raises:
-            ConfigError: the rows do not fit.
+            ConfigError: the entries do not fit.
         """
         if self._empty:
             self._read(layer, k_BGTD, v_BGTD)
@@ -137,10 +138,10 @@ class HierarchicalCache(KVCache):
             self.put(layer, k_BGTD, v_BGTD, at=0)
 
     def tail_slots(self, layer: int, rows: int) -> Slots | None:
-        """See `KVCache`; a prompt's rows go through `write`.
+        """See `KVCache`; a prompt's entries must be stored with `write`.
 
         Raises:
-            ConfigError: the rows do not fit.
+            ConfigError: the entries do not fit.
         """
         if self._empty:
             return None
@@ -148,10 +149,10 @@ class HierarchicalCache(KVCache):
         return self.tail(layer, rows, at=0)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """The target's view: quantised tokens at `bits`. A prompt's rows see each other as they are.
+        """The target's attention: quantised tokens at `bits`, but a prompt sees itself in full precision.
 
         Raises:
-            ConflictError: the rows of a prompt are not causal.
+            ConflictError: the mask of a prompt is not causal.
         """
         if self._own is None:
             return self.look(layer, q_BHTD, self.len_B, mask=mask, bits=self.bits, scale=scale)
@@ -166,68 +167,69 @@ class HierarchicalCache(KVCache):
         ), None
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Accept tail rows (or the prompt); then the blocks that are due are quantised, without a host sync.
+        """Accept tail entries (or the prompt), then quantise the blocks that are due, without a host sync.
 
         Raises:
-            ConflictError: of a prompt, other rows than it has are accepted.
-            DataError: a prompt's K or V hold NaN or numbers too large to quantise; the cache is empty then.
+            ConflictError: not all entries of a prompt are accepted.
+            DataError: a prompt's K or V has NaN or numbers too large to quantise; the cache is then empty.
         """
         if self._empty:
             self._end_prompt(path_BP, n_B)
             return
         if path_BP is not None:
-            move_rows(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
+            move_entries(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self._masks.forget()
+        # two full blocks after the quantised ones: the older one is due
         due_B = torch.sub(self.len_B, self.blocks_B, alpha=BLOCK) + n_B >= 2 * BLOCK
         flush_blocks(self.ring, self.planes, self.blocks_B, due_B)
         self.blocks_B.add_(due_B)
         self.len_B.add_(n_B)  # last: attention reads the number of blocks early (`kernels.devices`)
 
     def commit_limit(self) -> Tensor | None:
-        """Where `strict`, the rows up to the point at which plain decoding would quantise a block."""
+        """See `KVCache`: if `strict`, up to the point at which plain decoding would quantise a block."""
         return self.blocks_B * BLOCK + 2 * BLOCK - self.len_B if self.strict else None
 
     def step_limit(self) -> int:
-        """Rows that the kernel takes."""
+        """See `KVCache`: the kernel's maximum."""
         return MAX_ROWS
 
-    def rows_left(self) -> int:
+    def room_left(self) -> int:
         """See `KVCache`."""
         return self.capacity - self._high
 
     def bytes(self) -> int:
-        """Bytes of planes, ring and lengths."""
+        """Bytes of quantised planes, ring and lengths."""
         return self.planes.bytes() + self.ring.bytes() + self.len_B.nbytes + self.blocks_B.nbytes
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Planes, ring, lengths and block counts."""
+        """Quantised planes, ring, lengths and block counts."""
         planes = (x for x in vars(self.planes).values() if isinstance(x, Tensor))
         return (*planes, self.ring.k, self.ring.v, self.len_B, self.blocks_B)
 
     def draft_view(self, bits: int = 4) -> DraftView:
-        """The same bytes as a draft reads them, with rows of its own beyond the committed ones."""
+        """A view of this cache for a draft, with the draft's own entries after the committed ones."""
         return DraftView(self, bits)
 
     def put(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor, *, at: int) -> None:
-        """Store tail rows from row `at` on."""
+        """Store tail entries from index `at` on."""
         write_rows(k_BGTD, v_BGTD, self.tail(layer, k_BGTD.shape[2], at=at))
 
     def tail(self, layer: int, rows: int, *, at: int) -> Slots:
-        """Where so many tail rows from row `at` on lie in a layer's ring."""
+        """Ring positions of `rows` tail entries of a layer, from index `at` on."""
         self._tail = rows
         return Slots(self.ring.k[layer], self.ring.v[layer], self.len_B, at=at, wrap=RING)
 
     def look(
         self, layer: int, q_BHTD: Tensor, len_B: Tensor, *, mask: Mask, bits: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attention over what lies before position `len_B`, and the new rows from there on."""
+        """Attention over the entries before position `len_B`, and over the new tokens after them."""
         planes, ring = self.planes.layer(layer), self.ring.layer(layer)
         lens = Lens(len_B, self.blocks_B)
         return hier_attention(q_BHTD, planes, ring, lens, self._masks.of(mask), bits=bits, scale=scale)
 
     def _read(self, layer: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
-        """A layer's rows of the prompts: old blocks into the planes, the last 128 to 255 into the ring."""
+        """Store a layer's entries of the prompts: old blocks quantised, the last 128 to 255 in the ring."""
         S = k_BGSD.shape[2]
         if self.capacity < S:
             raise ConfigError(
@@ -248,14 +250,14 @@ class HierarchicalCache(KVCache):
         self._own, self._tail = (k_BGSD, v_BGSD), S
 
     def _end_prompt(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Take the prompts for read, after the one look that the host takes at how it went."""
+        """Finish reading prompts: checks the quantised values, the only read back to the host."""
         expected_B = self._prompt_B
         if path_BP is not None or expected_B is None or not torch.equal(expected_B, n_B):
-            told = None if expected_B is None else expected_B.tolist()
+            expected = None if expected_B is None else expected_B.tolist()
             raise refusal(
                 ConflictError,
-                f"a hierarchical cache took prompts of {told} tokens and is asked to commit {n_B.tolist()}",
-                "all of each prompt (tell `expect` the lengths of right-padded ones)",
+                f"a hierarchical cache read prompts of {expected} tokens and is to commit {n_B.tolist()}",
+                "all of each prompt (pass the lengths of right-padded ones to `expect`)",
             )
         found_L2 = unsound(self.planes, self.ring, Lens(n_B, _blocks(n_B))).tolist()
         bad = [(layer, which) for layer, which in enumerate(found_L2) if any(which)]
@@ -263,9 +265,9 @@ class HierarchicalCache(KVCache):
             self.clear()
             layer, (keys, _) = bad[0]
             raise DataError(
-                f"{'keys' if keys else 'values'} of layer {layer} hold NaN, an infinite number or one beyond "
-                f"{LARGEST:g} ({len(bad)} of {len(found_L2)} layers do); a hierarchical KV cache takes "
-                "finite numbers; use the plain cache, or look for NaN in the weights"
+                f"{'keys' if keys else 'values'} of layer {layer} hold NaN, an infinite number or one "
+                f"beyond {LARGEST:g} ({len(bad)} of {len(found_L2)} layers do); a hierarchical KV cache "
+                "takes finite numbers; use the plain cache, or look for NaN in the weights"
             )
         self.blocks_B.copy_(_blocks(n_B))
         self.len_B.add_(n_B)
@@ -273,15 +275,15 @@ class HierarchicalCache(KVCache):
         self._empty, self._own, self._prompt_B = False, None, None
 
     def _check_room(self, rows: int) -> None:
-        """Refuse more rows than the ring takes, or more to commit than the planes hold."""
+        """Refuse more tokens than the ring has room for, or a cache that is full."""
         if rows > MAX_ROWS:
             raise refusal(
                 ConfigError,
-                f"{rows} new rows for a hierarchical cache that holds a prefix",
+                f"{rows} new tokens for a hierarchical cache that has a prefix",
                 f"up to {MAX_ROWS} a step",
             )
         if self.len_B.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # the host cannot ask while a graph is recorded, and will not be asked when it is replayed
+            return  # lengths cannot be read while a graph is recorded; on replay this code does not run
         if self._high - self._synced_high > _SLACK or self._high > self.capacity:
             self._high = self._synced_high = int(self.len_B.max())
         if self._high > self.capacity:
@@ -292,12 +294,12 @@ class HierarchicalCache(KVCache):
 
 
 class DraftView(KVCache):
-    """A hierarchical cache as its draft sees it: quantised tokens at 4 bits (or 8), and the rows it has
-    written since the last `restart`, which the target's own step overwrites.
+    """A draft's view of a hierarchical cache: quantised tokens at 4 bits (or 8), and the entries that the
+    draft has written since the last `restart`, which the target's own step overwrites.
 
     Args:
-        cache: holds everything.
-        bits: at which quantised tokens are read.
+        cache: the cache.
+        bits: bits at which quantised tokens are read.
     """
 
     def __init__(self, cache: HierarchicalCache, bits: int) -> None:
@@ -305,15 +307,15 @@ class DraftView(KVCache):
         self.restart()
 
     def restart(self) -> None:
-        """Forget the draft's own rows: the next one stands right behind what is committed."""
+        """Drop the draft's own entries: the next one follows the committed ones."""
         self._drafted = self._tail = 0
         self.len_B = self.cache.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store rows behind those drafted so far.
+        """Store entries after those drafted so far.
 
         Raises:
-            ConfigError: more than the ring's third block holds.
+            ConfigError: more than the ring's third block has room for.
         """
         self._claim(k_BGTD.shape[2])
         self.cache.put(layer, k_BGTD, v_BGTD, at=self._drafted)
@@ -324,14 +326,14 @@ class DraftView(KVCache):
         return self.cache.tail(layer, rows, at=self._drafted)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """See `KVCache`; reads the draft's rows like committed ones."""
+        """See `KVCache`; reads the draft's entries like committed ones."""
         return self.cache.look(layer, q_BHTD, self.len_B, mask=mask, bits=self.bits, scale=scale)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Go on behind the rows just written, all of them in every sequence (`n_B` is not looked at).
+        """Continue after the entries just written, all of them in every sequence (`n_B` is ignored).
 
         Raises:
-            ConflictError: a path is given: a draft on this cache is a chain.
+            ConflictError: a path is given, but a draft on this cache is a chain.
         """
         if path_BP is not None:
             raise ConflictError("a draft on a hierarchical cache goes on in a chain; pass path_BP=None")
@@ -339,15 +341,15 @@ class DraftView(KVCache):
         self.len_B = self.cache.len_B + self._drafted
 
     def bytes(self) -> int:
-        """The view holds no bytes of its own: always 0."""
+        """Always 0: the view has no storage of its own."""
         return 0
 
     def _claim(self, rows: int) -> None:
-        """Have so many rows more, if the ring's third block holds them."""
+        """Reserve `rows` more entries, if the ring's third block has room for them."""
         self._tail = rows
         if self._drafted + rows > MAX_ROWS:
             raise ConfigError(
-                f"{self._drafted + rows} drafted rows; a hierarchical cache takes {MAX_ROWS} a cycle"
+                f"{self._drafted + rows} drafted tokens; a hierarchical cache takes {MAX_ROWS} a cycle"
             )
 
 
@@ -358,5 +360,5 @@ class UpperHalfCache(HierarchicalCache):
 
 
 def _blocks(n_B: Tensor) -> Tensor:
-    """Blocks of a prompt that are quantised: all but the last full one and what follows it."""
+    """Number of quantised blocks of a prompt: all full ones but the last."""
     return (n_B // BLOCK - 1).clamp(min=0)

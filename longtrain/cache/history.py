@@ -1,6 +1,6 @@
-"""A draft's own keys and values at every position, and the nodes of one tree right behind them.
+"""A draft's own keys and values for every position, followed by the nodes of one tree.
 
-Shapes: B batch, S slots, N tree nodes, P new positions, H query heads, G KV heads, D head dim.
+Shapes: B batch, S buffer positions, N tree nodes, P new positions, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from longtrain.kernels.tree_attention import CAUSAL, MAX_NODES, tree_attention, 
 
 
 class DraftHistory:
-    """Position p lives in slot p; how many there are stands on the device alone, as in `ArenaCache`.
-
-    It is used as `DraftRing` is, by drafts without a window.
+    """Storage for drafts without a window, with the interface of `DraftRing`; lengths are on the device only.
 
     Args:
         batch: sequences.
-        positions: most of a sequence; a tree's nodes have room behind them.
-        like_GD: an empty tensor [G, D] whose device and dtype are used.
+        positions: most positions of a sequence; there is room for a tree after them.
+        like_GD: an empty tensor [G, D] with the device and dtype.
 
     Raises:
         NoRoomError: there is too little memory.
@@ -33,12 +31,12 @@ class DraftHistory:
         slots = rounded_slots(positions + MAX_NODES)
         needed = 2 * like_GD.itemsize * batch * heads * slots * dim
         check_room(needed, like_GD.device, what="the K and V of a draft", batch=batch, tokens=slots)
-        # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
+        # Zeros, not empty: a masked position has weight 0, and 0 times garbage may be NaN.
         self.k_BGSD = like_GD.new_zeros(batch, heads, slots, dim)
         self.v_BGSD = like_GD.new_zeros(batch, heads, slots, dim)
 
     def serves(self, batch: int, positions: int, like_GD: Tensor) -> bool:
-        """Whether its buffers are those of so many sequences, long enough, and of this device and dtype."""
+        """True if its batch size, capacity, device and dtype fit."""
         k = self.k_BGSD
         like = (len(k), k.device, k.dtype) == (batch, like_GD.device, like_GD.dtype)
         return like and k.shape[2] >= positions + MAX_NODES
@@ -55,18 +53,18 @@ class DraftHistory:
             )
 
     def positions(self, first_B: Tensor, count_B: Tensor) -> Slots:
-        """Where keys and values of `count_B` positions from `first_B` on go; rows beyond are not stored."""
+        """Buffer positions of `count_B` tokens from position `first_B` on; tokens beyond are not stored."""
         return Slots(self.k_BGSD, self.v_BGSD, first_B, count_B=count_B)
 
     def tree(self, first: int, len_B: Tensor) -> Slots:
-        """Where keys and values of tree nodes `first, first + 1, ...` go, behind `len_B` positions."""
+        """Buffer positions of tree nodes `first, first + 1, ...`, after `len_B` positions."""
         return Slots(self.k_BGSD, self.v_BGSD, len_B, at=first)
 
     def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
         """Attention of tree nodes over all positions and over the tree; see `DraftRing.attend`."""
         q_BHPD = q_BPHD.transpose(1, 2)
         nodes = nodes_BPN.shape[-1]
-        if nodes == ahead + 1:  # one node a level so far: each sees all before it
+        if nodes == ahead + 1:  # a chain so far: each node sees all before it
             out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, CAUSAL, scale=scale, base=ahead)
         else:
             bits = tree_bits(nodes_BPN)
@@ -74,7 +72,7 @@ class DraftHistory:
         return out.transpose(1, 2)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What drafting reads and writes, all in place."""
+        """Tensors that drafting reads and writes in place."""
         return self.k_BGSD, self.v_BGSD
 
     def bytes(self) -> int:

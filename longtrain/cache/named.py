@@ -1,4 +1,4 @@
-"""Caches that a system can name."""
+"""The caches of `cache=`, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longtrain.kernels.hierarchical.layout import Split
 from longtrain.settings import read
 
 NewCache = Callable[[int, int, int], KVCache]
-"""Makes an empty cache, called as `Target.new_cache` is: (batch, max_tokens, max_nodes)."""
+"""Makes an empty cache; same arguments as `Target.new_cache`: (batch, max_tokens, max_nodes)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Halves:
     """Options of the hierarchical cache.
 
     Args:
-        split: how an 8-bit code falls into two nibbles.
+        split: the division of an 8-bit code into two nibbles.
     """
 
     split: Split = Split.FLOOR
@@ -31,13 +31,13 @@ class Halves:
 CACHES: dict[str, tuple[type, str]] = {
     "int8": (Halves, "the hierarchical cache as the target reads it, at 8 bits"),
     "int4": (Halves, "the hierarchical cache read at 4 bits, as its draft reads it"),
-    "elastic": (Offloading, "rows in host memory, and on the device those that a selector chose"),
+    "elastic": (Offloading, "KV entries in host memory, and on the device those that a selector chose"),
 }
-"""Name -> the dataclass of its options, and what it is."""
+"""Name -> the dataclass of its options, and a description."""
 
 
 def options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a named cache as plain JSON values, those that were not given with their defaults.
+    """All options of a named cache as plain JSON values, defaults included.
 
     Raises:
         ConfigError: no such cache or option, or a value that is not allowed.
@@ -55,15 +55,15 @@ def cache_maker(
     head_dim: int,
     **where: Any,
 ) -> NewCache:
-    """Makes empty caches of a name.
+    """Return a function that makes empty caches of the named kind.
 
     Args:
         name: a key of `CACHES`.
         given: its options.
-        n_layers: of the target.
-        n_heads: query heads of the target.
-        n_kv_heads: of the target.
-        head_dim: of the target.
+        n_layers: number of layers of the target.
+        n_heads: number of query heads of the target.
+        n_kv_heads: number of KV heads of the target.
+        head_dim: size of a head of the target.
         where: `device` and `dtype` of the target.
 
     Raises:

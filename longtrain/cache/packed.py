@@ -1,6 +1,6 @@
-"""Attention over one packed row of whole documents, keeping the K and V of some layers.
+"""Attention over one packed sequence of documents that captures the K and V of some layers.
 
-Shapes: T tokens of the row, H query heads, G KV heads, D head dim. The batch is 1.
+Shapes: T tokens of the sequence, H query heads, G KV heads, D head dim. The batch is 1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from longtrain.kernels.attention.packed import packed_attention
 
 
 class PackedCapture(KVCache):
-    """No prefix, no storage: every document of the row sees itself, causally; some layers' K and V are kept.
+    """Causal attention within each document, without a prefix; captures the K and V of some layers.
 
     Args:
         bounds: document bounds from 0 to T; document d is `bounds[d]:bounds[d + 1]`.
-        layers: the layers to keep.
+        layers: the layers to capture.
         device: the device of the (empty) lengths.
     """
 
@@ -29,11 +29,11 @@ class PackedCapture(KVCache):
         self.layers = layers
         self.len_B = torch.zeros(1, dtype=torch.int64, device=device)
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-        """Layer -> (k_TGD, v_TGD) of the layers to keep."""
+        """Layer -> (k_TGD, v_TGD) of the captured layers."""
         self._now: tuple[int, Tensor, Tensor] | None = None
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Take this layer's K and V; they are let go at the next layer unless they are to be kept."""
+        """Store this layer's K and V until the next layer's, or permanently if the layer is captured."""
         k_TGD, v_TGD = k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)
         self._now = (layer, k_TGD, v_TGD)
         if layer in self.layers:
@@ -47,7 +47,8 @@ class PackedCapture(KVCache):
         """
         if not isinstance(mask, Causal) or self._now is None or self._now[0] != layer:
             raise ConflictError(
-                f"a packed row attends causally after its K and V were written; got {mask} at layer {layer}"
+                f"a packed sequence attends causally after its K and V were written; got {mask} at layer "
+                f"{layer}"
             )
         _, k_TGD, v_TGD = self._now
         q_THD = q_BHTD[0].transpose(0, 1)
@@ -55,20 +56,20 @@ class PackedCapture(KVCache):
         return out_THD.transpose(0, 1)[None], None
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Refused: a packed row has no prefix.
+        """Refused: a packed sequence has no prefix.
 
         Raises:
             ConflictError: always.
         """
         raise ConflictError(
-            "a packed row is one forward and has no prefix to commit to; use a DenseCache to decode"
+            "a packed sequence is one forward and has no prefix to commit to; use a DenseCache to decode"
         )
 
     def bytes(self) -> int:
-        """Bytes of the K and V kept."""
+        """Bytes of the captured K and V."""
         return sum(k_TGD.nbytes + v_TGD.nbytes for k_TGD, v_TGD in self.kv.values())
 
 
 def alone(x: Tensor) -> Tensor:
-    """The tensor, copied where it is a part of a larger one, which whoever keeps it would keep too."""
+    """The tensor, copied if it is a view of a larger one, which would stay in memory with it."""
     return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()

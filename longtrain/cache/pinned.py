@@ -1,6 +1,6 @@
-"""Pinned memory of the host, which a device reads and writes by itself; kept for whoever wants some next.
+"""Pinned host memory, which a device reads and writes directly, with a pool of one block.
 
-To pin 17 GB takes seconds, so one block stays pinned when its owner goes, and the next owner gets it.
+Pinning 17 GB takes seconds, so one block stays pinned when its owner is deleted, for the next owner.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from longtrain.cache.room import GIB, check_room
 from longtrain.errors import ConfigError
 
 _KEPT: list[Tensor] = []
-"""At most one block, which nobody owns."""
+"""The pool: at most one block."""
 
 
 def lent(owner: object, size: int, *, batch: int, tokens: int) -> Tensor:
-    """Bytes that a CUDA device reads and writes, as long as their owner is there, with any content.
+    """Allocate pinned bytes with undefined content for the lifetime of their owner.
 
     Args:
-        owner: when it goes, the block is kept for the next.
+        owner: when it is deleted, the block returns to the pool.
         size: bytes.
         batch: sequences, for a message.
         tokens: positions of each, likewise.
@@ -42,13 +42,13 @@ def lent(owner: object, size: int, *, batch: int, tokens: int) -> Tensor:
 
 
 def release() -> None:
-    """Give the block that nobody owns back to the host."""
+    """Free the block in the pool."""
     while _KEPT:
         _unpin(_KEPT.pop())
 
 
 def _keep(block: Tensor) -> None:
-    """Keep this block, or the one that is kept already where that is larger."""
+    """Return a block to the pool, which keeps the larger one."""
     _KEPT.append(block)
     _KEPT.sort(key=lambda one: one.nbytes)
     while len(_KEPT) > 1:
@@ -56,9 +56,9 @@ def _keep(block: Tensor) -> None:
 
 
 def _pinned(size: int) -> Tensor:
-    """New memory, registered, since torch's allocator of pinned memory rounds up to a power of two.
+    """Allocate and register memory directly, since torch's pinned allocator rounds up to a power of two.
 
-    Large pages (transparent ones, or the driver's) are read no faster: measured on an H200.
+    Huge pages (transparent ones, or the driver's) are not read faster, as measured on an H200.
     """
     try:
         block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

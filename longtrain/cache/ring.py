@@ -1,4 +1,4 @@
-"""A draft's own keys and values: the last W positions in a ring, and the nodes of one tree behind it.
+"""A draft's own keys and values: the last W positions in a ring buffer, followed by the nodes of one tree.
 
 Shapes: B batch, F sinks, W window, N tree nodes, P new positions, H query heads, G KV heads, D head dim.
 """
@@ -13,39 +13,39 @@ from longtrain.kernels.ring_attention import ring_attention
 
 
 class DraftRing:
-    """Constant-size storage; a position lives in slot `position mod W`, visibility goes by position.
+    """Constant-size storage: position p is stored at index (p - F) mod W of the ring.
 
-    Buffer rows 0..F-1 are the sinks, then comes the ring, and the tree's nodes follow. Positions are taken
-    in without gaps, so where they begin (`since_B`) and how many tokens the sequence has tell which position
-    a slot holds.
+    The buffer has F sinks first, then the ring of W, then the tree's nodes. Positions are stored without
+    gaps, so the first one (`since_B`) and the number of tokens of the sequence determine the position at each
+    index, and with it the tokens that see it.
 
     Args:
-        batch: sequences.
-        window: previous positions a row sees.
-        like_GD: an empty tensor [G, D] whose device and dtype are used.
-        sinks: first positions of a sequence that every row sees as well.
+        batch: number of sequences.
+        window: number of previous positions that a token sees.
+        like_GD: an empty tensor [G, D] with the device and dtype.
+        sinks: number of first positions that every token sees as well.
     """
 
     def __init__(self, batch: int, window: int, like_GD: Tensor, *, sinks: int = 0) -> None:
         heads, dim = like_GD.shape
         self.window, self.sinks, self.nodes = window, sinks, 0
-        # Zeros, not empty: a masked row has weight 0, and 0 times garbage may be NaN.
+        # Zeros, not empty: a masked entry has weight 0, and 0 times garbage may be NaN.
         self.k_BGSD = like_GD.new_zeros(batch, heads, sinks + window, dim)
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
         self.since_B = torch.zeros(batch, dtype=torch.int64, device=like_GD.device)
         self._none_B = torch.zeros_like(self.since_B)
 
     def serves(self, batch: int, like_GD: Tensor) -> bool:
-        """Whether its buffers are those of so many sequences, and of this device and dtype."""
+        """True if its batch size, device and dtype fit."""
         k = self.k_BGSD
         return (len(k), k.device, k.dtype) == (batch, like_GD.device, like_GD.dtype)
 
     def begin(self, since_B: Tensor) -> None:
-        """Hold nothing; the next position of each sequence (beside sinks) will be `since_B`."""
+        """Empty the ring; the next position of each sequence (beside sinks) is `since_B`."""
         self.since_B.copy_(since_B)
 
     def reserve(self, nodes: int) -> None:
-        """Make room for trees of this many nodes; nothing happens where it is there already."""
+        """Allocate room for trees of this many nodes, if there is less."""
         more = nodes - self.nodes
         if more > 0:
             B, G, _, D = self.k_BGSD.shape
@@ -54,14 +54,14 @@ class DraftRing:
             self.nodes = nodes
 
     def positions(self, first_B: Tensor, count_B: Tensor) -> Slots:
-        """Where keys and values of `count_B` positions from `first_B` on go, over those W positions earlier.
+        """Buffer positions of `count_B` tokens from position `first_B` on; they overwrite those W earlier.
 
-        Rows of a step beyond `count_B` are not stored; a step has at most W.
+        Tokens of a step beyond `count_B` are not stored; a step has at most W.
         """
         return Slots(self.k_BGSD, self.v_BGSD, first_B, wrap=self.window, count_B=count_B, fixed=self.sinks)
 
     def tree(self, first: int, len_B: Tensor) -> Slots:
-        """Where keys and values of tree nodes `first, first + 1, ...` go; the next tree overwrites them."""
+        """Buffer positions of tree nodes `first, first + 1, ...`; the next tree overwrites them."""
         return Slots(self.k_BGSD, self.v_BGSD, self._none_B, at=self.sinks + self.window + first)
 
     def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
@@ -69,9 +69,9 @@ class DraftRing:
 
         Args:
             q_BPHD: rotated queries.
-            len_B: tokens of each sequence, all of which were taken in.
-            nodes_BPN: bool; which of the tree's first N nodes each sees, itself among them.
-            ahead: how far beyond those tokens the nodes are; all are of one level.
+            len_B: tokens of each sequence, all of which are stored.
+            nodes_BPN: bool mask of the tree's first N nodes that each node sees, itself included.
+            ahead: distance of the nodes from those tokens; all are of one level.
             scale: factor on the logits.
 
         Returns: out_BPHD.
@@ -89,7 +89,7 @@ class DraftRing:
         ).transpose(1, 2)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What drafting reads and writes, all in place."""
+        """Tensors that drafting reads and writes in place."""
         return self.k_BGSD, self.v_BGSD, self.since_B
 
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Bytes of a cache, and whether they fit into the memory that is left: known before any of it is taken."""
+"""Bytes of a cache, checked against the free memory before anything is allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 class NoRoomError(ConfigError, torch.OutOfMemoryError):
-    """Memory would run out: whoever answers `torch.OutOfMemoryError` answers this too."""
+    """Too little memory; a subclass of `torch.OutOfMemoryError`, so handlers of that catch it."""
 
 
 def check_room(
@@ -25,18 +25,18 @@ def check_room(
     tokens: int,
     remedy: str = "shorten the prompts, or lower decode.max_new_tokens or the batch",
 ) -> None:
-    """Refuse a cache that is larger than the memory that is left.
+    """Refuse a cache that is larger than the free memory.
 
     Args:
         needed: bytes.
-        device: the device that the cache is to lie on.
-        what: the cache, for the message.
+        device: device of the cache.
+        what: name of the cache in the message.
         batch: sequences.
-        tokens: positions of each.
-        remedy: what to do then, for the message.
+        tokens: positions of each sequence.
+        remedy: advice in the message.
 
     Raises:
-        NoRoomError: the cache is larger than that.
+        NoRoomError: the cache does not fit.
     """
     free = free_bytes(torch.device(device))
     if free is None or needed <= free:
@@ -49,9 +49,9 @@ def check_room(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken there; None where nobody knows.
+    """Free bytes on a device; None if unknown.
 
-    On CUDA what torch keeps for later tensors counts as free; on a CPU what the kernel calls available.
+    On CUDA torch's cached memory counts as free; on a CPU the kernel's `MemAvailable` does.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -62,27 +62,27 @@ def free_bytes(device: torch.device) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # no Linux
         return None
-    said = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(said["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in said else None
+    memory = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(memory["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in memory else None
 
 
 def quantised_blocks(max_tokens: int) -> int:
-    """Blocks of a hierarchical cache of so many positions; the last ones stay in its ring."""
+    """Quantised blocks of a hierarchical cache of so many positions; the last ones stay in its ring."""
     return max(1, max_tokens // BLOCK - 1)
 
 
 def hierarchical_bytes(
     *, n_layers: int, n_kv_heads: int, head_dim: int, batch: int, max_tokens: int, itemsize: int
 ) -> int:
-    """Bytes of a hierarchical cache, everything counted.
+    """Bytes of all tensors of a hierarchical cache.
 
     Args:
-        n_layers: layers.
-        n_kv_heads: KV heads of each.
+        n_layers: number of layers.
+        n_kv_heads: number of KV heads of each layer.
         head_dim: size of a head.
-        batch: sequences.
+        batch: number of sequences.
         max_tokens: most committed positions of a sequence.
-        itemsize: bytes of a number of recent tokens.
+        itemsize: bytes per number of the full-precision tokens.
     """
     codes = 2 * BLOCK * head_dim  # K and V, a byte for two planes' nibbles
     numbers = 2 * 2 * (head_dim + BLOCK)  # step and zero in fp16 of key channels and value tokens

@@ -1,6 +1,7 @@
-"""A cache that holds every row and reads, while decoding, those that were chosen.
+"""A cache that stores every entry and reads only the selected ones in decoding.
 
-Shapes: L layers, B batch, T new rows, S slots, X sets, H query heads, G KV heads, D head dim, J rows read.
+Shapes: L layers, B batch, T new tokens, S cache positions, X sets, H query heads, G KV heads, D head dim, J
+entries read.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from torch import Tensor
 from longtrain.cache.arena import ArenaCache
 from longtrain.cache.base import KernelMask, KVCache, Mask, PrefixOnly
 from longtrain.cache.dense import DenseCache
-from longtrain.cache.row_sets import ReadBudget, RowSets
+from longtrain.cache.entry_sets import EntrySets, ReadBudget
 from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import runs_on
+from longtrain.kernels.entry_moves import EntryLists, move_entries
 from longtrain.kernels.fused_layer import Slots
-from longtrain.kernels.row_moves import RowLists, move_rows
 from longtrain.kernels.tree_attention import tree_attention
 
 LayerScores: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_BHTD of the step's rows, root first, k_BGSD of all slots, len_B) -> scores_BGS of those slots."""
+"""(layer, q_BHTD of the step's tokens, root first, k_BGSD of all positions, len_B) -> scores_BGS."""
 
 
 class _SharedByLayers(NamedTuple):
-    """What the layers of one step share.
+    """Tensors that all layers of a step share.
 
     Args:
         new_rows: T.
-        count_B: rows before the new ones.
+        count_B: entries before the new ones.
         at_J: 0 .. J - 1.
-        rows_BXJ: rows of all sets; None where each layer chooses its own.
+        rows_BXJ: positions of the entries of all sets; None if each layer selects its own.
     """
 
     new_rows: int
@@ -43,23 +44,23 @@ class _SharedByLayers(NamedTuple):
 
 
 class SelectedCache(KVCache):
-    """Until `begin` it is `store`; from then on a step reads the sets of `row_sets`, chosen as it starts.
+    """Reads everything until `begin`, then in each step the sets selected at its start (`entry_sets`).
 
-    Rows are never dropped, so those of generated tokens can be chosen like those of the prompt. A draft that
-    reads the prefix alone (`PrefixOnly`) reads all of it. Where every sequence fits the budget, steps are
-    those of `store`, bit by bit.
+    Entries are never dropped, so those of generated tokens can be selected like those of the prompt. A draft
+    with cross-attention (`PrefixOnly`) reads the whole prefix. If every sequence fits the budget, steps equal
+    those of `store` bit for bit.
 
     Args:
-        store: holds the rows, none before position 0. Over an arena a step is the same operations for every
-            length, and what it leaves to the next is updated in place (`tensors`).
+        store: cache of all entries, with `base` 0. Over an arena a step is the same operations for every
+            length, and its state is updated in place (`tensors`).
     """
 
     def __init__(self, store: DenseCache | ArenaCache) -> None:
         self.store = store
         self.held = store.store if isinstance(store, ArenaCache) else store
-        """Where the rows lie."""
+        """The dense cache with the entries."""
         self.len_B = store.len_B
-        self.row_sets: RowSets | None = None
+        self.entry_sets: EntrySets | None = None
         self._table_LG: Tensor | None = None
         self._ask: LayerScores | None = None
         self._masks = KernelMask()
@@ -67,16 +68,16 @@ class SelectedCache(KVCache):
         self._step: _SharedByLayers | None = None
 
     def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
-        """Decode sparsely from now on.
+        """Start sparse decoding.
 
         Args:
-            budget: see `ReadBudget`.
-            table_LG: the set that each KV head of each layer reads, numbered from 0, int64; None: each has
-                its own, and `ask` scores its rows.
-            ask: called in every layer of a step whose sets were not chosen before it.
+            budget: number of entries to read.
+            table_LG: index of the set that each KV head of each layer reads, int64; None: each has its own,
+                scored by `ask`.
+            ask: scores entries within every layer of a step whose sets were not selected before it.
 
         Raises:
-            ConfigError: a table of another shape, or a layer that there is not.
+            ConfigError: a table of another shape, or a layer that does not exist.
         """
         L, B, G = self._sizes()
         if table_LG is None:
@@ -92,43 +93,43 @@ class SelectedCache(KVCache):
         if self._table_LG is None or not torch.equal(self._table_LG, table_LG.to(device)):
             self._table_LG = table_LG.to(device)
         self._ask, self._step = ask, None
-        known = self.row_sets
+        known = self.entry_sets
         if known is not None and (known.budget, *known.idx_BXK.shape[:2]) == (budget, B, n_sets):
-            known.forget()  # a graph of a step may know its tensors
+            known.forget()  # a graph of a step may have the addresses of its tensors
         else:
-            self.row_sets = RowSets(budget, B, n_sets, device)
+            self.entry_sets = EntrySets(budget, B, n_sets, device)
 
     def reserve(self, budget: ReadBudget, *, within_layers: bool = False) -> None:
-        """Told before prompts are read what steps will read, and whether each layer chooses as it runs."""
+        """Called before prompts are read with the budget; `within_layers`: each layer selects as it runs."""
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Layers, sequences, and KV heads of each."""
+        """Numbers of layers, sequences and KV heads."""
         L, B, G, _, _ = self.held.k_LBGSD.shape
         return L, B, G
 
     def choose(self, scores_BXS: Tensor | None) -> None:
-        """Before every step: choose what it reads where that is due.
+        """Select the entries that the coming step reads, in the sequences where it is due.
 
         Args:
-            scores_BXS: of every set, see `choose_rows`, of `used` slots or more; None: `ask` is asked in each
-                layer.
+            scores_BXS: scores of every set (see `choose_entries`), of `used` positions or more; None: each
+                layer calls `ask`.
 
         Raises:
-            ConfigError: scores of fewer slots, or of another number of sets.
+            ConfigError: scores of fewer positions, or of another number of sets.
         """
-        assert self.row_sets is not None, "begin() comes first"
+        assert self.entry_sets is not None, "begin() comes first"
         self._step = None
-        self.row_sets.open(self.len_B)
+        self.entry_sets.open(self.len_B)
         if scores_BXS is None:
             return
         if scores_BXS.shape[-1] < self.used:
             scored = scores_BXS.shape[-1]
-            raise refusal(ConfigError, f"scores of {scored} rows", f"those of all {self.used} in the cache")
-        self.row_sets.put(scores_BXS)
+            raise refusal(ConfigError, f"scores of {scored} entries", f"all {self.used} in the cache")
+        self.entry_sets.put(scores_BXS)
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """Within the block steps read everything and nobody is asked."""
+        """Context manager within which steps read everything."""
         before, self._dense = self._dense, True
         try:
             yield
@@ -144,8 +145,8 @@ class SelectedCache(KVCache):
         return self.store.tail_slots(layer, rows)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over the chosen rows, those that were committed since, and the new ones."""
-        sets, G = self.row_sets, self.held.k_LBGSD.shape[2]
+        """Attention over the selected entries, those committed since, and the new tokens."""
+        sets, G = self.entry_sets, self.held.k_LBGSD.shape[2]
         if sets is None or self._dense or isinstance(mask, PrefixOnly):
             return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
         if self._ask is not None:
@@ -159,22 +160,22 @@ class SelectedCache(KVCache):
 
     @property
     def used(self) -> int:
-        """Slots that may hold committed rows, as far as the host knows: all of an arena's."""
+        """Upper bound of the committed positions, known on the host: an arena's whole capacity."""
         return self.store.slots if isinstance(self.store, ArenaCache) else self.store.used
 
     @property
     def _fits(self) -> bool:
-        """Whether the host knows that every text fits the budget; of an arena's texts, until they end."""
-        assert self.row_sets is not None
+        """True if the host knows that every sequence fits the budget (in an arena: to its end)."""
+        assert self.entry_sets is not None
         most = self.store.claimed if isinstance(self.store, ArenaCache) else self.store.used
-        return most <= self.row_sets.budget.rows
+        return most <= self.entry_sets.budget.rows
 
     def keys(self, layer: int) -> Tensor:
-        """A layer's keys as k_BGSD, in the `used` slots; those from `len_B` on mean nothing."""
+        """A layer's keys as k_BGSD at the `used` positions; undefined from `len_B` on."""
         return self.held.k_LBGSD[layer, :, :, : self.used]
 
     def chosen(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
-        """K and V of the rows that a step of `new_rows` reads, each [B, G, J, D] (`RowSets.rows`)."""
+        """K and V of the entries that a step reads, each [B, G, J, D] (`EntrySets.rows`)."""
         rows_BXJ, sets_G = self._rows_of(layer, new_rows)
         buffers = (self.held.k_LBGSD, self.held.v_LBGSD)
         if not runs_on(self.len_B.device):
@@ -182,24 +183,24 @@ class SelectedCache(KVCache):
             return buffers[0][layer].gather(2, index), buffers[1][layer].gather(2, index)
         (B, X, J), (_, _, G, _, D) = rows_BXJ.shape, buffers[0].shape
         at_BXJ = self._step_of(new_rows).at_J.expand(B, X, J)
-        lists = RowLists(at_BXJ, rows_BXJ, sets_G[None])
+        lists = EntryLists(at_BXJ, rows_BXJ, sets_G[None])
         goals = buffers[0].new_empty(2, 1, B, G, J, D)
         for goal, buffer in zip(goals, buffers, strict=True):
-            move_rows(goal, buffer[layer : layer + 1], lists)
+            move_entries(goal, buffer[layer : layer + 1], lists)
         return goals[0, 0], goals[1, 0]
 
     def _rows_of(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
-        """Rows of some sets, rows_BXJ, and which of these sets each KV head of a layer reads."""
-        sets, table_LG, step = self.row_sets, self._table_LG, self._step_of(new_rows)
+        """Positions of some sets' entries, rows_BXJ, and the index of the set of each KV head of a layer."""
+        sets, table_LG, step = self.entry_sets, self._table_LG, self._step_of(new_rows)
         assert sets is not None and table_LG is not None
         if step.rows_BXJ is not None:
             return step.rows_BXJ, table_LG[layer]
-        G = table_LG.shape[1]  # sets of the layer's own, chosen in it
+        G = table_LG.shape[1]  # the layer has its own sets, selected in it
         return sets.rows(slice(layer * G, (layer + 1) * G), self.held.capacity, new_rows), table_LG[0]
 
     def _step_of(self, new_rows: int) -> _SharedByLayers:
-        """What all layers share, made by the first of them."""
-        sets = self.row_sets
+        """The tensors that all layers share, computed by the first one."""
+        sets = self.entry_sets
         assert sets is not None
         if self._step is None or self._step.new_rows != new_rows:
             rows_BXJ = None
@@ -221,26 +222,26 @@ class SelectedCache(KVCache):
         self._masks.forget()
 
     def commit_limit(self) -> Tensor | None:
-        """Rows up to the position at which plain decoding would choose anew."""
-        return None if self.row_sets is None else self.row_sets.limit(self.len_B)
+        """See `KVCache`: up to the position at which plain decoding would select again."""
+        return None if self.entry_sets is None else self.entry_sets.limit(self.len_B)
 
-    def rows_left(self) -> int:
+    def room_left(self) -> int:
         """See `KVCache`."""
-        return self.store.rows_left()
+        return self.store.room_left()
 
     def bytes(self) -> int:
-        """Bytes of all rows, and of the sets."""
-        return self.store.bytes() + (0 if self.row_sets is None else self.row_sets.bytes())
+        """Bytes of all entries, and of the sets."""
+        return self.store.bytes() + (0 if self.entry_sets is None else self.entry_sets.bytes())
 
     def tensors(self) -> tuple[Tensor, ...] | None:
         """See `KVCache`; None over a cache that is not an arena."""
         own = self.store.tensors()
-        if own is None or self.row_sets is None or self._table_LG is None or self._fits:
+        if own is None or self.entry_sets is None or self._table_LG is None or self._fits:
             return own
-        return (*own, self._table_LG, *self.row_sets.tensors())
+        return (*own, self._table_LG, *self.entry_sets.tensors())
 
 
 def check_layers(budget: ReadBudget, n_layers: int) -> None:
-    """Refuse a budget that names a layer which there is not."""
+    """Refuse a budget with a layer that does not exist."""
     if any(layer >= n_layers for layer in budget.dense_layers):
         raise refusal(ConfigError, f"select.dense_layers={list(budget.dense_layers)}", f"0..{n_layers - 1}")

@@ -1,11 +1,12 @@
-"""A cache that goes on evicting while a text grows: rows are scored as they are written, and the best stay.
+"""A cache that evicts during decoding: entries are scored as they are written, and the best remain.
 
-The newest rows of a sequence lie in a dense tail, the others in a prefix of as many rows as each layer and KV
-head has kept. Whenever the tail holds `stride` rows more than the window, these join the prefix and compete
-with its rows. That happens at the same positions however many rows a step has (`commit_limit`), so that
-speculation repeats the text.
-Shapes: L layers, B batch, T new rows, P path, G KV heads, D head dim, E hidden dim, K slots of prefix rows,
-M slots of rows that leave the tail, S = K + M, C slots of the tail, X = B * G.
+The newest entries of a sequence are in a dense tail, the others in a prefix, whose size differs between
+layers and KV heads. Whenever the tail has `stride` entries more than the window, the oldest of them compete
+with the prefix for its budget. That happens at the same positions with any number of tokens per step
+(`commit_limit`), so speculation gives the text of plain decoding.
+
+Shapes: L layers, B batch, T new tokens, P path, G KV heads, D head dim, E hidden dim, K entries of the
+prefix, M entries that leave the tail, S = K + M, C capacity of the tail, X = B * G.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.dense import DenseCache
-from longtrain.cache.evicted import EvictedCache, Kept, Prefix, prefix_of
-from longtrain.kernels.attention.ragged import segments_of
+from longtrain.cache.evicted import EvictedCache, Kept, Prefix, end_to_end, prefix_of
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What scores rows and which of them stay.
+    """Scoring and selection of entries during decoding.
 
     Args:
-        score: (layer, what its attention reads x_BTE) -> s_BGT.
-        keep: (s_LBGS, tokens of each sequence, rows that may stay of each head on average, or None: all)
-            -> which slots stay. Scores of +inf stay and those of -inf go; of each head some row stays.
-        rows: tokens of a text -> rows of each layer and KV head that may stay, the window included.
-        stride: rows that are judged together.
+        score: (layer, the input x_BTE of its attention) -> s_BGT.
+        keep: (s_LBGS, for each sequence the entries per head on average, or None: all) -> the entries that
+            remain. +inf always remains, -inf never; each head keeps at least one entry.
+        rows: number of tokens -> number of entries of each layer and KV head, the window included.
+        stride: number of entries that are scored against the prefix together.
     """
 
     score: Callable[[int, Tensor], Tensor]
@@ -40,16 +40,16 @@ class Rule:
 
 
 class ThinningCache(EvictedCache):
-    """See the module.
+    """An evicted cache that is thinned again during decoding.
 
     Args:
         cache: prompts, committed, nothing after them.
-        keep: which rows stay, the window's in every layer and head, and one before it.
-        s_LBGS: scores of the prompts' rows; +inf where a row always stays.
+        keep: the prompts' entries that remain: the window's in every layer and head, and one before it.
+        s_LBGS: scores of the prompts' entries; +inf for an entry that always remains.
         lengths: tokens of each prompt, on the host.
-        windows: newest rows of each sequence that stay.
-        rule: scores and chooses.
-        nodes: most rows of a step beyond a stride.
+        windows: number of newest entries of each sequence that always remain.
+        rule: scoring and selection.
+        nodes: most tokens of a step beyond a stride.
     """
 
     def __init__(
@@ -94,22 +94,22 @@ class ThinningCache(EvictedCache):
         self._fresh: dict[int, Tensor] = {}
         self._rows = [window + rule.stride for window in windows]
         self._room = min(full - count for full, count in zip(self._rows, recent, strict=True))
-        """Rows that can surely be committed before a tail is full."""
+        """Number of tokens that can be committed before any tail can be full."""
 
     def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
-        """Score the rows of a step (`targets.attention.Watch`)."""
+        """Score the tokens of a step (hook of `targets.attention.AttentionHook`)."""
         self._fresh[layer] = self._rule.score(layer, x_BTE)
 
     def commit_limit(self) -> Tensor:
         """See `KVCache`: until the tail is full."""
         return torch.tensor(self._rows).to(self.len_B.device, non_blocking=True) - self.tail.len_B
 
-    def rows_left(self) -> int | None:
-        """See `KVCache`: any."""
+    def room_left(self) -> int | None:
+        """See `KVCache`: no limit."""
         return None
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """See `KVCache`; a tail that is full is thinned."""
+        """See `KVCache`; then evicts in the sequences whose tail is full."""
         s_LBGT = torch.stack([self._fresh[layer] for layer in range(len(self._fresh))])
         L, B, G, T = s_LBGT.shape
         if path_BP is not None:
@@ -125,11 +125,11 @@ class ThinningCache(EvictedCache):
             self._thin()
 
     def bytes(self) -> int:
-        """See `EvictedCache`; the scores too."""
+        """See `EvictedCache`; counts the scores too."""
         return super().bytes() + self._tail_LBGC.nbytes + self._old_LBGK.nbytes
 
     def _thin(self) -> None:
-        """Judge the rows that left the window, in the sequences whose tail is full; waits for the device."""
+        """Evict among the entries that left the window, in sequences whose tail is full; synchronises."""
         held = self.tail.len_B.tolist()
         leaving = [
             count - window if count >= full else 0
@@ -144,7 +144,7 @@ class ThinningCache(EvictedCache):
         self._room = min(full - count for full, count in zip(self._rows, left, strict=True))
 
     def _join(self, leaving: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let the tail's oldest rows compete with the prefix."""
+        """Select among the prefix and the tail's oldest entries together."""
         most, K = max(leaving), self._old_LBGK.shape[3]
         device = self.len_B.device
         slot_M = torch.arange(most, device=device)
@@ -162,27 +162,22 @@ class ThinningCache(EvictedCache):
         self._old_LBGK, self._held_LBG = _ordered(s_LBGS, idx_LBGK, keep.n_LBG), keep.n_LBG
 
     def _gathered(self, prefix: Prefix, layer: int, K: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:
-        """One layer's rows that stay, out of its prefix and its tail."""
-        counts, device = n_BG.flatten().tolist(), idx_BGK.device
-        segments = segments_of(counts, device)
-        owner_N = torch.repeat_interleave(
-            torch.arange(len(counts), device=device), segments.count_X, output_size=sum(counts)
-        )
-        nth_N = torch.arange(len(owner_N), device=device) - segments.start_X[owner_N]
-        slot_N = idx_BGK.flatten(0, 1)[owner_N, nth_N]
-        before_X = self._held_LBG[layer].flatten().to(device)
+        """The entries of one layer that remain, gathered from its prefix and its tail."""
+        segments, owner_N, slot_N = end_to_end(idx_BGK, n_BG)
+        before_X = self._held_LBG[layer].flatten().to(idx_BGK.device)
         start_X = before_X.cumsum(0) - before_X
         capacity = self.tail.k_LBGSD.shape[3]
+        # index into the prefix's entries followed by those of the tail, flattened over [B, G, C]
         in_tail_N = len(prefix.k_ND) + owner_N * capacity + slot_N - K
         place_N = torch.where(slot_N < K, start_X[owner_N] + slot_N, in_tail_N)
         k_ND, v_ND = (
             torch.cat((own, rest[layer].flatten(0, 2)))[place_N]
             for own, rest in ((prefix.k_ND, self.tail.k_LBGSD), (prefix.v_ND, self.tail.v_LBGSD))
         )
-        return Prefix(k_ND, v_ND, segments if min(counts) < max(counts) else None)
+        return Prefix(k_ND, v_ND, None if int(n_BG.min()) == int(n_BG.max()) else segments)
 
     def _shift(self, leaving: Sequence[int], left: Sequence[int]) -> None:
-        """Move what stays in the tail to its start."""
+        """Move the tail's remaining entries to its start."""
         for b, (gone, count) in enumerate(zip(leaving, left, strict=True)):
             if gone:
                 for buffer in (self.tail.k_LBGSD, self.tail.v_LBGSD):
@@ -193,7 +188,7 @@ class ThinningCache(EvictedCache):
 
 
 def _ordered(s_LBGS: Tensor, idx_LBGK: Tensor, n_LBG: Tensor) -> Tensor:
-    """Scores of the kept rows in their order, -inf behind them."""
+    """Scores of the kept entries in order, -inf after them."""
     K = int(n_LBG.max())
     s_LBGK = s_LBGS.gather(3, idx_LBGK[..., :K])
     inside = torch.arange(K, device=s_LBGS.device) < n_LBG[..., None].to(s_LBGS.device)

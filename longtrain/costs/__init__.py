@@ -1,1 +1,1 @@
-"""Arithmetic of memory, bytes moved and floating-point operations, from shapes and data sheets alone."""
+"""Predicts memory, bytes moved and floating-point operations from shapes and data sheets, without running."""

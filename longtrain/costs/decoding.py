@@ -1,7 +1,7 @@
-"""What decoding takes at a context: cache, memory and the time of a step or a cycle on a given device.
+"""Costs of decoding at a context length: cache, memory, and the time of a step or cycle on a device.
 
-Least times are the bounds of `costs.roofline` at the data sheet's peaks; expected ones those of
-`costs.cycle`, which takes what good kernels reach.
+Lower bounds are those of `costs.roofline` at the data sheet's peaks; expected times those of `costs.cycle`,
+which assumes the bandwidth that good kernels reach.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from longtrain.costs import roofline
 from longtrain.costs.cycle import Forward, expected_ms
+from longtrain.costs.footprint import CONTEXT, SPARE, fits, needed
 from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
-from longtrain.costs.held import CONTEXT, SPARE, fits, needed
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import ITEM, Sizes
 from longtrain.costs.roofline import Width
@@ -51,9 +51,9 @@ HOST_COLUMNS = {
     "of rows on the device": "of_device",
 }
 MOVED_SHARE = 0.35
-"""Share of a set's rows that are not in the set before: measured for heads and for their teachers."""
+"""Share of selected KV entries that were not selected in the step before, measured for retrieval heads."""
 HOST_SHARE = 0.67
-"""Share of the link's peak at which scattered rows come from pinned memory: 42.9 of 64 GB/s on an H200."""
+"""Share of the link's peak reached when gathering KV entries from pinned memory: 42.9 of 64 GB/s (H200)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Served:
         size: the target.
         gpu: the device.
         batch: sequences decoded together.
-        itemsize: bytes of one of the target's numbers.
+        itemsize: bytes of a number of the target.
         weight_bytes: bytes of the target's weights.
     """
 
@@ -75,15 +75,15 @@ class Served:
     weight_bytes: int
 
     def fits(self, held: float) -> str:
-        """Whether the device has room for so many bytes: `yes` or `no`."""
+        """Return `yes` if the device has room for so many bytes, else `no`."""
         return "yes" if fits(held, self.gpu.memory_bytes) else "no"
 
     def verdict(self, row: dict[str, Any], *, own: bool = False) -> str:
-        """A sentence: how long a context the device has room for, and what the longest one of a table needs.
+        """Return a sentence on the longest context that fits the device, and the need of a table's longest.
 
         Args:
-            row: of `plain` or `speculative` at the longest context.
-            own: judge the method's cache instead of the plain one.
+            row: the result of `plain` or `speculative` at the longest context.
+            own: use the method's cache instead of the plain one.
         """
         kv, held = (row[key] for key in (("own_gib", "own_all_gib") if own else ("kv_gib", "all_gib")))
         has, context = self.gpu.memory_bytes / GIB, row["context"]
@@ -100,17 +100,17 @@ class Served:
         return f"Does not fit at {context} tokens, does up to {longest}: {needs}; {about}."
 
     def expected_ms(self, forwards: list[Forward], context: int) -> float:
-        """Milliseconds of some forwards at the share of the peak bandwidth that is reached."""
+        """Return the expected milliseconds of forwards, at the bandwidth that good kernels reach."""
         bytes_per_s = BYTES_SHARE * self.gpu.bytes_per_s
         return expected_ms(forwards, self.size, batch=self.batch, context=context, bytes_per_s=bytes_per_s)
 
 
 def plain(served: Served, context: int) -> dict[str, Any]:
-    """Memory and step time of plain decoding at one context."""
+    """Return memory and step time of plain decoding at one context length."""
     size, gpu, batch = served.size, served.gpu, served.batch
     width = Width(8 * served.itemsize, 8 * served.itemsize)
-    step = roofline.figures(roofline.step(size, batch=batch, context=context, width=width), gpu)
-    read = roofline.figures(roofline.prefill(size, batch=batch, context=context), gpu)
+    step = roofline.metrics(roofline.step(size, batch=batch, context=context, width=width), gpu)
+    read = roofline.metrics(roofline.prefill(size, batch=batch, context=context), gpu)
     kv = batch * roofline.stored(size.kv_bytes(context) // ITEM, 8 * served.itemsize)
     return {
         "batch": batch,
@@ -126,13 +126,13 @@ def plain(served: Served, context: int) -> dict[str, Any]:
 
 
 def speculative(served: Served, cost: CycleCost, row: dict[str, Any], *, rate: float) -> dict[str, Any]:
-    """The same with a method's cache and in cycles with its draft.
+    """Return memory and cycle time with a method's cache and draft.
 
     Args:
         served: the target on a device.
-        cost: what the method's cycle takes.
-        row: of plain decoding at this context.
-        rate: with which each drafted token is accepted where all before it were.
+        cost: the cost of the method's cycle.
+        row: the result of `plain` at this context.
+        rate: probability that a drafted token is accepted if all before it were.
     """
     context, own = row["context"], cost.cache_bytes
     kv = row["kv_gib"] * GIB if own is None else own(served.batch, context)
@@ -163,15 +163,15 @@ def speculative(served: Served, cost: CycleCost, row: dict[str, Any], *, rate: f
 
 
 def offloaded(served: Served, row: dict[str, Any], *, rows: int, on_host: int) -> dict[str, Any]:
-    """A step whose chosen rows lie, in some layers, on the host.
+    """Return the time of a step that reads selected KV entries, with some layers' cache on the host.
 
-    The first of these layers waits for its rows; the others have the time of those before them.
+    The first of these layers waits for its transfer; transfers of the others overlap with earlier layers.
 
     Args:
         served: the target on a device.
-        row: of `speculative` at this context.
-        rows: chosen for a step.
-        on_host: layers on the host.
+        row: the result of `speculative` at this context.
+        rows: KV entries selected for a step.
+        on_host: number of layers on the host.
     """
     size, context = served.size, row["context"]
     whole = served.batch * size.kv_bytes(min(rows, context)) * served.itemsize / ITEM

@@ -1,4 +1,4 @@
-"""Data sheets of GPUs, and the shares of their peaks that good kernels are taken to reach."""
+"""Data sheets of GPUs, and the shares of their peaks that good kernels are assumed to reach."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from longtrain.errors import ConfigError
 
 FLOPS_SHARE, BYTES_SHARE = 0.7, 0.9
-"""Shares of a GPU's peak arithmetic and of its peak bandwidth; source: LookaheadKV, Appendix B."""
+"""Reached shares of a GPU's peak arithmetic and peak bandwidth. Source: LookaheadKV, Appendix B."""
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of a device: dense bf16 FLOP/s, bytes/s, bytes of memory; bytes/s one way of NVLink and PCIe."""
+    """Peaks of a device: dense bf16 FLOP/s, bytes/s, bytes of memory; one-way bytes/s of NVLink and PCIe."""
 
     name: str
     flops_per_s: float
@@ -35,22 +35,22 @@ GPUS = {
     "RTX4090": Gpu("RTX4090", 165.2e12, 1.008e12, 24e9, 32e9, 32e9),
     "RTX3090": Gpu("RTX3090", 71e12, 0.936e12, 24e9, 56.25e9, 32e9),
 }
-"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of cards; without NVLink PCIe's twice."""
+"""Data-sheet peaks of SXM boards (A100: 80 GB) and of cards; cards without NVLink have PCIe's rate twice."""
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """The entry of `GPUS` for what CUDA calls a device ("NVIDIA H200"); None for others."""
+    """Return the entry of `GPUS` for CUDA's name of a device ("NVIDIA H200"); None if there is none."""
     other = any(board in name for board in ("NVL", "PCIe", "40GB", "Laptop", " D", " Ti"))
     called = name.replace("RTX ", "RTX")
     return next((gpu for key, gpu in GPUS.items() if re.search(rf"{key}(?!\w)", called) and not other), None)
 
 
 def named(name: str, key: str) -> Gpu:
-    """The entry of `GPUS` that a configuration names.
+    """Return the entry of `GPUS` that a configuration names.
 
     Args:
-        name: as typed.
-        key: the whole key, for the message.
+        name: the name as typed.
+        key: the full key, for the message.
 
     Raises:
         ConfigError: there is no such entry.

@@ -1,6 +1,6 @@
-"""What a method says of its costs: a training step, a cycle of decoding, and what it adds to the first token.
+"""The costs that a method declares: a training step, a decoding cycle, and time to the first token.
 
-Each is optional. `longtrain plan` and `longtrain bench` ask for them and know no method by its name.
+Each is optional. `longtrain plan` and `longtrain bench` use them without knowing the methods.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 from longtrain.costs.cycle import Forward
 from longtrain.costs.hardware import Gpu
 from longtrain.costs.model import Sizes, Work, prefill
-from longtrain.costs.training import PackedRow, StepCost, draft_step
+from longtrain.costs.training import PackedSequence, StepCost, draft_step
 
 
 @dataclass(frozen=True)
 class CycleCost:
-    """The forwards of one cycle of speculative decoding, and the memory beside the target's.
+    """The forwards of one cycle of speculative decoding, and the memory besides the target's.
 
     Args:
-        title: what the draft is called in tables.
+        title: name of the draft in tables.
         alone: the target's forward for one token on the method's cache, without a draft.
-        draft: the draft's forwards; none where nothing is drafted.
+        draft: the draft's forwards; empty: nothing is drafted.
         verify: the target's forward over the root and the drafted nodes.
-        weight_bytes: bytes of weights beside the target's own.
-        cache_bytes: (sequences, tokens of each) -> bytes of the method's cache; None: that of the target.
-        before: what runs before each forward of the target: scores, by which it is chosen what that reads.
+        weight_bytes: bytes of weights besides the target's.
+        cache_bytes: (sequences, tokens of each) -> bytes of the method's cache; None: the target's cache.
+        before: forwards before each forward of the target, which score the KV entries to select.
     """
 
     title: str
@@ -38,27 +38,27 @@ class CycleCost:
     before: tuple[Forward, ...] = ()
 
     def reading(self, rows: int, *, every: int = 1) -> CycleCost:
-        """The same, where the target reads so many rows, chosen once in `every` steps."""
+        """Return the cost if the target reads only `rows` KV entries, selected once in `every` steps."""
         alone, verify = (replace(one, seen=rows) for one in (self.alone, self.verify))
         before = tuple(replace(one, times=one.times / every) for one in self.before)
         return replace(self, alone=alone, verify=verify, before=before)
 
     @property
     def forwards(self) -> tuple[Forward, ...]:
-        """What runs before, the draft's forwards and then the target's."""
+        """All forwards of a cycle: scoring, then the draft's, then the target's."""
         return (*self.before, *self.draft, self.verify)
 
 
 @dataclass(frozen=True)
 class PromptShape:
-    """The prompt whose first token is waited for.
+    """A prompt for which the time to first token is predicted.
 
     Args:
         size: the target.
         tokens: the prompt's length.
-        budget: rows kept of each layer and KV head.
-        draft: a small model of the same vocabulary, for methods that write with one.
-        causal: whether attention counts half of its square.
+        budget: KV entries kept for each layer and KV head.
+        draft: a small model of the same vocabulary, for methods that generate with one.
+        causal: True if attention counts half of the square.
     """
 
     size: Sizes
@@ -69,36 +69,36 @@ class PromptShape:
 
     @property
     def prefill(self) -> Work:
-        """The work of the full cache's prefill."""
+        """Return the work of the full cache's prefill."""
         return prefill(self.size, self.tokens, causal=self.causal)
 
 
 FirstToken = Callable[[Any, PromptShape, Gpu], Mapping[str, float]]
-"""(settings, prompt, device) -> figure -> value; `ms` and `..._ms` are milliseconds over the prefill."""
+"""(settings, prompt, device) -> metrics by name; `ms` and `..._ms` are milliseconds beyond the prefill's."""
 
 
-def _usual_step(config: Any, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """A draft that reads the last layer's K, V and hidden states of its whole document, all rows at once."""
+def _usual_step(config: Any, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Cost of a draft that reads the last layer's K, V and hidden states of whole documents, unchunked."""
     return draft_step(size, row, trained=trained, itemsize=itemsize)
 
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What a method costs.
+    """The cost functions of a method.
 
     Args:
-        training: (config, target, row, trained weights, bytes of a number) -> what the module's step of a
-            packed row takes; the target's own pass is not in it.
-        cycle: (config, target, widths of the drafted tree, bytes of a number) -> a cycle of decoding; raises
-            ConfigError where the target is not served. None: nothing is known.
-        first_token: see `FirstToken`; None: it adds nothing that is known.
-        as_built: the figure of `first_token` that our implementation should come near.
-        note: a sentence for tables of the first token, such as what the paper measured.
-        response_tokens: labels at the end of a random row for measuring; 0: all tokens but the first.
+        training: (config, target, packed sequence, trained weights, bytes of a number) -> cost of the
+            module's step on the packed sequence, without the target's pass.
+        cycle: (config, target, widths of the drafted tree, bytes of a number) -> cost of a decoding cycle;
+            raises ConfigError if the target is not supported. None: unknown.
+        first_token: see `FirstToken`; None: unknown.
+        as_built: the metric of `first_token` that matches this implementation.
+        note: a note for tables of times to first token, such as the paper's measurement.
+        response_tokens: labels at the end of a random sequence in benchmarks; 0: all tokens except the first.
         suite: the suite of `longtrain bench` that measures the training step.
     """
 
-    training: Callable[[Any, Sizes, PackedRow, int, int], StepCost] = _usual_step
+    training: Callable[[Any, Sizes, PackedSequence, int, int], StepCost] = _usual_step
     cycle: Callable[[Any, Sizes, tuple[int, ...], int], CycleCost] | None = None
     first_token: FirstToken | None = None
     as_built: str = "ms"

@@ -1,6 +1,6 @@
-"""A model in numbers, and the work of reading a prompt, of decoding and of scoring keys.
+"""Sizes of a model, and the work of prefill, of decoding and of scoring keys.
 
-Tensor operations alone: no launches, no top-k, no gather, so a measurement lies above.
+Only tensor operations count, no launches, top-k or gathers, so measured times are longer.
 Source: LookaheadKV Appendix B (the phases).
 Shapes: S prompt tokens, H query heads, G KV heads, D head dim, E hidden dim, V vocabulary, L layers.
 """
@@ -19,7 +19,7 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model in numbers.
+    """The sizes of a model.
 
     Args:
         n_layers: L.
@@ -27,7 +27,7 @@ class Sizes:
         n_kv_heads: G.
         head_dim: D.
         hidden_size: E.
-        intermediate_size: of the MLP.
+        intermediate_size: inner width of the MLP.
         vocab_size: V.
     """
 
@@ -41,12 +41,12 @@ class Sizes:
 
     @classmethod
     def of(cls, info: Any) -> Sizes:
-        """The numbers of a target's `info`, which has them under the same names."""
+        """Return the sizes of a target's `info`, which has the same names."""
         return cls(**{name: int(getattr(info, name)) for name in cls.__dataclass_fields__})
 
     @classmethod
     def of_keys(cls, keys: Mapping[str, Any]) -> Sizes:
-        """From the keys of a `config.json` (an entry of `longtrain.targets.shapes.SHAPES`)."""
+        """Return the sizes in a `config.json` (or in an entry of `longtrain.targets.shapes.SHAPES`)."""
         heads = int(keys["num_attention_heads"])
         return cls(
             n_layers=int(keys["num_hidden_layers"]),
@@ -60,7 +60,7 @@ class Sizes:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """In and out features of a layer's linears."""
+        """Input and output features of a layer's linears."""
         E, q, kv, wide = (
             self.hidden_size,
             self.n_heads * self.head_dim,
@@ -79,27 +79,27 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """Weights of all layers' linears."""
+        """Number of weights of all layers' linears."""
         return self.n_layers * sum(a * b for a, b in self.linears.values())
 
     @property
     def head(self) -> int:
-        """Weights of the LM head."""
+        """Number of weights of the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def width(self) -> int:
-        """Query heads x head dim, over all layers."""
+        """Query heads times head dim, summed over all layers."""
         return self.n_layers * self.n_heads * self.head_dim
 
     def kv_bytes(self, tokens: int) -> int:
-        """K and V of so many tokens in all layers."""
+        """Return the bytes of K and V of `tokens` tokens in all layers."""
         return 2 * ITEM * self.n_layers * self.n_kv_heads * self.head_dim * tokens
 
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations and bytes moved; `+` makes one phase of two."""
+    """Floating-point operations and bytes moved; `+` adds two."""
 
     flops: float
     bytes: float
@@ -107,27 +107,33 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
-    def ms(self, gpu: Gpu) -> float:
-        """Milliseconds of this phase: the longer of its arithmetic and its memory time."""
-        compute = self.flops / (FLOPS_SHARE * gpu.flops_per_s)
-        return 1e3 * max(compute, self.bytes / (BYTES_SHARE * gpu.bytes_per_s))
+    def ms(self, gpu: Gpu, *, flops_share: float = FLOPS_SHARE, bytes_share: float = BYTES_SHARE) -> float:
+        """Return milliseconds by the roofline model: the longer of arithmetic and memory time.
+
+        Args:
+            gpu: the device's peaks.
+            flops_share: reached share of the peak arithmetic; 1 for a lower bound.
+            bytes_share: reached share of the peak bandwidth; 1 for a lower bound.
+        """
+        arithmetic = self.flops / (flops_share * gpu.flops_per_s)
+        return 1e3 * max(arithmetic, self.bytes / (bytes_share * gpu.bytes_per_s))
 
 
 def prefill(size: Sizes, tokens: int, *, causal: bool = True) -> Work:
-    """A forward over the prompt, one row of logits; attention over the causal half or the full square."""
+    """Work of a forward over the prompt with logits of one token; attention is causal or a full square."""
     square = (2 if causal else 4) * size.width * tokens**2
     flops = 2 * size.weights * tokens + square + 2 * size.head
     return Work(flops, ITEM * (size.weights + size.head) + size.kv_bytes(tokens))
 
 
 def decode(size: Sizes, tokens: int, context: int) -> Work:
-    """So many tokens, one at a time, over a cache of `context` rows."""
+    """Work of decoding `tokens` tokens, one at a time, over a cache of `context` entries."""
     flops = tokens * (2 * size.weights + 2 * size.head + 4 * size.width * context)
     return Work(flops, tokens * (ITEM * (size.weights + size.head) + size.kv_bytes(context)))
 
 
 def score(size: Sizes, rows: int, tokens: int, *, fused: bool = False) -> Work:
-    """Attention weights of observing rows on every prompt key; unfused, they are written in bf16 and read."""
+    """Work of the attention weights of `rows` queries over the prompt; unfused, they are stored in bf16."""
     flops = 2 * size.width * rows * tokens
     moved = ITEM * size.n_layers * size.n_kv_heads * size.head_dim * tokens
     written = 0 if fused else 2 * ITEM * size.n_layers * size.n_heads * rows * tokens

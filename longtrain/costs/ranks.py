@@ -1,8 +1,8 @@
-"""What a training run takes of each of its ranks: memory of the GPU and the host, disk, and time.
+"""Costs of a training run for each rank: GPU and host memory, and time.
 
-A rank holds the frozen target (whole, or its part of each layer), the trained weights with optimizer and
-gradients as the strategy keeps them, and what one micro-batch allocates. Memory is the peak over the phases
-of a step; PyTorch reserves more. Times are data-sheet peaks times measured shares.
+A rank holds the frozen target (whole, or a shard of each layer), the trained weights with optimizer and
+gradients as the strategy stores them, and the allocations of one micro-batch. Memory is the peak over the
+phases of a step; PyTorch reserves more. Times follow from data-sheet peaks and measured shares of them.
 Source: Lightning 2.6 (gradients of a step stay until the forward of the next has ended), PyTorch's DDP
 (buckets beside the gradients) and DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`).
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from longtrain.costs.footprint import CONTEXT, GATHERED, SPARE, Footprint, Spread, held
 from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
-from longtrain.costs.held import CONTEXT, GATHERED, SPARE, Held, Spread, held
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import (
-    PackedRow,
+    PackedSequence,
     StepCost,
     target_attention_flops,
     target_flops,
@@ -23,27 +23,27 @@ from longtrain.costs.training import (
 )
 
 LINEAR_SHARE, ATTENTION_SHARE = 0.53, 0.345
-"""Shares of a GPU's peak that products and flash attention reach: a fit to the target's passes at 8K and 128K
-in recipes/results/draft_memory.json (H200); at 32K it gives 1.70 s, and 1.69 s was measured."""
+"""Shares of a GPU's peak that matrix products and flash attention reach, fitted to the target's passes at 8K
+and 128K in recipes/results/draft_memory.json (H200); at 32K they give 1.70 s, and 1.69 s was measured."""
 
 LINK_SHARE = 0.8
-"""Share of a link's peak that collectives of large tensors are taken to reach; an assumption."""
+"""Share of a link's peak that collectives of large tensors reach; an assumption."""
 
 LAUNCH_S, STEP_S, LAYER_S = 8e-6, 0.015, 0.0025
-"""Seconds of the host: to launch a kernel, and of a micro-batch and each of the target's layers, which count
-where the GPU is faster still. Fits to the two runs of a 28M model in recipes/results."""
+"""Host seconds for a kernel launch, a micro-batch and a layer of the target; they bound the step if the GPU
+is faster. Fitted to the two runs of a 28M model in recipes/results."""
 
 WORKSPACE = 64 * 2**20
-"""cuBLAS and cuBLASLt on Hopper."""
+"""Workspace bytes of cuBLAS and cuBLASLt on Hopper."""
 
 PROCESS = 4 * GIB
-"""Host memory of a rank's process: Python, PyTorch and CUDA; an assumption."""
+"""Host memory of a rank's process (Python, PyTorch and CUDA) in bytes; an assumption."""
 
 CPU_ADAM_S = 4e-9
-"""Seconds a weight of AdamW on the host; an assumption."""
+"""Seconds per weight of AdamW on the host; an assumption."""
 
 PCIE = 20e9
-"""Bytes a second between host and GPU; an assumption."""
+"""Bytes per second between host and GPU; an assumption."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,29 @@ class Job:
 
     Args:
         size: the target.
-        tied: whether its head is its embedding.
-        itemsize: bytes of one of its numbers.
-        trained: weights that are trained.
-        row: the packed row.
-        step: the module's step of it.
-        offline: whether all features are read, and the target's layers are not loaded.
+        tied: True if its LM head is its embedding.
+        itemsize: bytes of a number of the target.
+        trained: number of trained weights.
+        row: the packed sequence.
+        step: cost of the module's step on it.
+        offline: True if all features are stored, and the target's layers are not loaded.
     """
 
     size: Sizes
     tied: bool
     itemsize: int
     trained: int
-    row: PackedRow
+    row: PackedSequence
     step: StepCost
     offline: bool = False
 
     @property
     def layer_bytes(self) -> int:
-        """A decoder layer's weights."""
+        """Bytes of a decoder layer's weights."""
         return 0 if self.offline else self.size.weights // self.size.n_layers * self.itemsize
 
-    def held(self, layout: Spread) -> Held:
-        """What a rank holds of the target and of what is trained."""
+    def held(self, layout: Spread) -> Footprint:
+        """Return the memory that a rank holds for the target and the trained weights."""
         return held(
             self.size,
             layout,
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def pass_bytes(self) -> int:
-        """Activations of the target's pass."""
+        """Return the bytes of activations of the target's pass."""
         return 0 if self.offline else target_pass_bytes(self.size, self.row, itemsize=self.itemsize)
 
 
@@ -95,15 +95,15 @@ class Memory:
     """A rank's memory, in bytes.
 
     Args:
-        target: the target's weights that the rank holds.
-        gathered: room for the layers that are gathered.
+        target: the rank's weights of the target.
+        gathered: buffers for gathered layers.
         trained: fp32 weights, the optimizer's state, and the copy in 16 bits.
         gradients: gradients kept between steps, DDP's buckets, and the sums of a chunked gradient.
-        inputs: what the module's step reads of the whole row.
+        inputs: inputs of the module's step for the whole sequence.
         pass_: activations of the target's pass.
         module: activations of the module's step.
-        peak: the largest sum that exists at once.
-        phase: when.
+        peak: largest sum of memory at any time.
+        phase: the phase of the step at the peak.
         host: host memory of all ranks of a machine.
     """
 
@@ -119,7 +119,7 @@ class Memory:
     host: int
 
     def largest(self) -> str:
-        """The part that takes most of the peak, in words."""
+        """Name the largest part of the peak."""
         parts = {
             "the target's weights": self.target + self.gathered,
             "trained weights, gradients and optimizer": self.trained + self.gradients,
@@ -133,7 +133,7 @@ PASS, AGAIN, MODULE, BACKWARD = "the target's pass", "the guard's pass", "the mo
 
 
 def memory(job: Job, layout: Spread) -> Memory:
-    """A rank's memory at the peak of a step, and the host's."""
+    """Return a rank's memory at the peak of a step, and the host's."""
     weights, step = 4 * job.trained, job.step
     kept_by = job.held(layout)
     gathered, kept = kept_by.gathered, kept_by.gradients
@@ -169,15 +169,15 @@ def memory(job: Job, layout: Spread) -> Memory:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of an optimizer step of one rank, all its micro-batches.
+    """Seconds of an optimizer step of one rank, over all its micro-batches.
 
     Args:
         target: the target's passes.
         module: the module's steps.
-        gather: waiting for layers that are gathered beyond what the passes hide.
-        reduce: gradients and, under ZeRO, weights between ranks.
+        gather: waiting for gathered layers, as far as not overlapped with the passes.
+        reduce: communication of gradients and, with ZeRO, of weights.
         optimizer: clipping and AdamW.
-        step: all of it; more where the host is slower than the GPU.
+        step: the whole step; longer than the sum if the host is slower than the GPU.
     """
 
     target: float
@@ -188,19 +188,19 @@ class StepTime:
     step: float
 
     def to_json(self) -> dict[str, float]:
-        """The fields, seconds."""
+        """Return the fields in seconds."""
         return {f"{key}_s": value for key, value in asdict(self).items()}
 
 
 def seconds(job: Job, layout: Spread, gpu: Gpu, *, rows: int, stored: float = 0.0) -> StepTime:
-    """Time of an optimizer step.
+    """Predict the time of an optimizer step.
 
     Args:
         job: a micro-batch.
-        layout: how the run is spread.
+        layout: distribution of the run.
         gpu: the device.
         rows: micro-batches of a rank in a step.
-        stored: share of the rows whose features are read and not computed.
+        stored: share of the sequences whose features are read from disk instead of computed.
     """
     size, step, n = job.size, job.step, layout.ranks
     linear, attention = LINEAR_SHARE * gpu.flops_per_s, ATTENTION_SHARE * gpu.flops_per_s
@@ -234,7 +234,7 @@ def seconds(job: Job, layout: Spread, gpu: Gpu, *, rows: int, stored: float = 0.
 
 
 def assumptions(gpu: Gpu, layout: Spread) -> dict[str, float]:
-    """Every constant that a plan rests on, under names with their units, for comparison with measurements."""
+    """Return all constants that a plan assumes, under names with units, for comparison with measurements."""
     return {
         "gpu_flops_per_s": gpu.flops_per_s,
         "gpu_bytes_per_s": gpu.bytes_per_s,

@@ -1,13 +1,12 @@
-"""Which resource each part of inference waits for: arithmetic intensity against a device's ridge point.
+"""Roofline analysis of inference: compares arithmetic intensities with a device's ridge point.
 
-Two parts: *linear* (products with weights, the LM head among them) and *attention* (products with keys and
-values). Attention is taken as fused: scores are never written. Each part takes the longer of its arithmetic
-and its memory time at the device's peak rates, and parts follow one another, so every figure is a bound that
-no implementation passes.
-Source: QuantSpec §3.1, Table 1, Figs. 2, 5 and 6; written out for grouped queries and any width of weights
-and cache.
-Shapes: B batch, S tokens of context, T rows of a sequence in one step, H query heads, G KV heads, D head dim,
-L layers, V vocabulary, E hidden dim.
+There are two parts: *linear* (products with weights, including the LM head) and *attention* (products with
+keys and values; fused, so scores are not written to memory). Each part takes the longer of its arithmetic and
+its memory time at the device's peak rates, and the parts run one after the other, so every time is a lower
+bound. Source: QuantSpec §3.1, Table 1, Figs. 2, 5 and 6; extended to grouped queries and any bit width of
+weights and cache.
+Shapes: B batch, S tokens of context, T new tokens of a sequence in one step, H query heads, G KV heads, D
+head dim, L layers, V vocabulary, E hidden dim.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from longtrain.costs.hardware import Gpu
 from longtrain.costs.model import ITEM, Sizes, Work
 
 GROUP_BYTES = 4
-"""Scale and zero of one group of quantised numbers, two bytes each."""
+"""Bytes of scale and zero point of one group of quantised numbers, two each."""
 GROUP = 128
-"""Numbers of a group."""
+"""Numbers in a group."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The work of one phase, apart for its linear layers and its attention."""
+    """The work of one phase, separately for its linear layers and its attention."""
 
     linear: Work
     attention: Work
@@ -42,7 +41,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Width:
-    """Bits of a number as it is read: 16, or 8 or 4 with a scale and a zero for each group.
+    """Bits per number as read: 16, or 8 or 4 with a scale and a zero point for each group.
 
     Args:
         weights: bits of the linear layers' weights.
@@ -54,14 +53,14 @@ class Width:
 
 
 def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width = Width()) -> Phase:
-    """One decoding step: `rows` new tokens of each sequence over `context` cached ones.
+    """Work of one decoding step: `rows` new tokens of each sequence over `context` cached ones.
 
     Args:
         size: the model.
         batch: sequences.
-        context: tokens cached of each.
-        rows: tokens of each that the step takes (a verified draft has several).
-        width: how weights and cache are stored.
+        context: cached tokens of each.
+        rows: new tokens of each in the step (several if a draft is verified).
+        width: bits of weights and cache.
     """
     tokens = batch * rows
     linear = Work(
@@ -75,20 +74,8 @@ def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width =
     return Phase(linear, attention)
 
 
-def generation(size: Sizes, *, batch: int, context: int, tokens: int, width: Width = Width()) -> Phase:
-    """So many tokens of each sequence, one at a time; the context grows with them.
-
-    All terms are linear in the context, so its mean, to half a token, stands for all.
-    """
-    one = step(size, batch=batch, context=context + (tokens - 1) // 2, width=width)
-    return Phase(
-        Work(one.linear.flops * tokens, one.linear.bytes * tokens),
-        Work(one.attention.flops * tokens, one.attention.bytes * tokens),
-    )
-
-
 def prefill(size: Sizes, *, batch: int, context: int) -> Phase:
-    """Reading prompts of `context` tokens, causally; the LM head for the last row of each."""
+    """Work of a causal prefill of `context` tokens, with the LM head for each sequence's last token."""
     tokens = batch * context
     linear = Work(
         2.0 * (tokens * size.weights + batch * size.head),
@@ -101,27 +88,27 @@ def prefill(size: Sizes, *, batch: int, context: int) -> Phase:
 
 
 def stored(numbers: int, bits: int) -> float:
-    """Bytes of so many numbers, their groups' scales and zeros included."""
+    """Return the bytes of `numbers` values of `bits` bits; below 16 bits with scales and zero points."""
     return numbers * bits / 8 + (GROUP_BYTES * numbers / GROUP if bits < 16 else 0)
 
 
 def intensity(work: Work) -> float:
-    """Floating-point operations a byte."""
+    """Return the floating-point operations per byte."""
     return work.flops / work.bytes
 
 
 def ridge(gpu: Gpu) -> float:
-    """The intensity from which on arithmetic, and no longer memory, is what a device lacks."""
+    """Return the intensity above which a device is limited by arithmetic instead of memory."""
     return gpu.flops_per_s / gpu.bytes_per_s
 
 
 def bound_ms(work: Work, gpu: Gpu) -> float:
-    """Least milliseconds of one part at the device's peak rates."""
-    return 1e3 * max(work.flops / gpu.flops_per_s, work.bytes / gpu.bytes_per_s)
+    """Return the shortest possible milliseconds of one part at the device's peak rates."""
+    return work.ms(gpu, flops_share=1.0, bytes_share=1.0)
 
 
-def figures(phase: Phase, gpu: Gpu) -> dict[str, Any]:
-    """Intensities, what binds each part, its share of the time, and the whole's least time."""
+def metrics(phase: Phase, gpu: Gpu) -> dict[str, Any]:
+    """Return each part's intensity, limiting resource and share of time, and the total's lower bound."""
     linear_ms, attention_ms = bound_ms(phase.linear, gpu), bound_ms(phase.attention, gpu)
     found: dict[str, Any] = {
         "ridge": ridge(gpu),
@@ -135,11 +122,11 @@ def figures(phase: Phase, gpu: Gpu) -> dict[str, Any]:
 
 
 def _linear_io(size: Sizes, tokens: int, *, heads: int) -> float:
-    """Activations that go in and out of the linear layers, and the logits of `heads` rows."""
+    """Return the bytes of the linear layers' inputs and outputs, and of the logits of `heads` tokens."""
     through = size.n_layers * sum(a + b for a, b in size.linears.values())
     return float(ITEM * (tokens * through + heads * (size.hidden_size + size.vocab_size)))
 
 
 def _attention_io(size: Sizes, tokens: int) -> float:
-    """Queries and outputs; keys and values are the cache's."""
+    """Return the bytes of queries and outputs; keys and values are counted with the cache."""
     return float(2 * ITEM * size.width * tokens)

@@ -1,1 +1,1 @@
-"""Brings text and conversations to rows of tokens: read, render, prepare, pack and batch them."""
+"""Turns text and conversations into packed sequences: reads, tokenises, prepares, packs and batches them."""

@@ -1,4 +1,4 @@
-"""What `conf/data/*.yaml` says, checked: sources, how documents are treated, and the stages of a run."""
+"""The settings of `conf/data/*.yaml`: sources, treatment of documents, and packing stages of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from longtrain.settings import (
     wrong,
 )
 
-Listed = Annotated[list[Any], Words("a list of stages: [{fraction: 1, row_tokens: 4096, doc_tokens: 4096}]")]
+Listed = Annotated[
+    list[Any], Words("a list of stages: [{fraction: 1, sequence_tokens: 4096, doc_tokens: 4096}]")
+]
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
 FREE_KEYS = (
     "text",
@@ -33,7 +35,7 @@ FREE_KEYS = (
     "prompts",
     "held_out",
 )
-"""Keys a data config may hold only so that its sources refer to them and the command line can set them."""
+"""Keys that a data config may define only for interpolation in its sources and for the command line."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,16 @@ class SourceConfig:
         reader: one of `READERS`.
         where: a file or folder, a manifest's name, or a synthetic task's name; `bundled:NAME` is text that
             ships with the package.
-        kind: text kind (book, code, chat, ...); empty: what the adapter or manifest says.
+        kind: text kind (book, code, chat, ...); empty: the adapter's or manifest's.
         adapter: row adapter for `jsonl` and `conversations`; empty: the reader's default.
         columns: column map of the adapter, e.g. `{text: content}`.
-        rows: most rows to take, in order; None: all.
+        rows: number of rows to read, from the start; None: all.
         weight: passes over this source in an epoch; 0.5 is a random half of its documents.
         split: `train`, `val`, or `auto` (by `val_fraction`).
         optional: skip the source, instead of stopping, when its path is not set.
-        options: further keys, handed to a synthetic task.
-        held_out: files whose names begin so are not read.
-        answers: `source` or `target`, over the config's `answers`; empty: the config's.
+        options: further keys, passed to a synthetic task.
+        held_out: prefix of file names that are not read.
+        answers: `source` or `target`, overrides the config's `answers`; empty: the config's.
         prompts: prompts cut from each document of running text, where the config has `prompt_tokens`; 0:
             none, the text is there for synthetic sources to write into.
     """
@@ -88,25 +90,25 @@ class SourceConfig:
         return read(cls, {"reader": readers[0], "where": values[readers[0]], **rest}, "data.sources")
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:  # it stays a whole number where one was typed: data made before has that hash
+        if not self.weight > 0:  # integers stay integers, or the hash of existing data would change
             raise wrong("data.sources.weight", self.weight, "above 0")
 
 
 @dataclass(frozen=True)
 class PackingStage:
-    """A stretch of the run with one way of packing; one of `steps`, `fraction`, `epochs` says how long.
+    """A part of the run with one way of packing; its length is one of `steps`, `fraction` and `epochs`.
 
     Args:
-        row_tokens: length of a packed row (one micro-batch).
+        sequence_tokens: length of a packed sequence (one micro-batch).
         doc_tokens: longest piece of a document in it.
         steps: optimizer steps.
         fraction: share of the run's total steps.
         epochs: passes over the data; the last, incomplete optimizer step is left out.
-        recut: cut long documents at other places in each epoch; false: always at the same, so that stored
-            features of their pieces serve every epoch.
+        recut: cut long documents at other places in each epoch; false: at the same places, so that stored
+            features of the pieces are valid in every epoch.
     """
 
-    row_tokens: Count
+    sequence_tokens: Count
     doc_tokens: Annotated[int, within(2)]
     steps: Count | None = None
     fraction: Positive | None = None
@@ -123,9 +125,11 @@ class PackingStage:
         return read(cls, convert(values, Mapping[str, Any], "data.stages item"), "data.stages")
 
     def __post_init__(self) -> None:
-        if self.row_tokens < self.doc_tokens:
+        if self.sequence_tokens < self.doc_tokens:
             raise wrong(
-                "data.stages.doc_tokens", self.doc_tokens, f"doc_tokens <= row_tokens={self.row_tokens}"
+                "data.stages.doc_tokens",
+                self.doc_tokens,
+                f"doc_tokens <= sequence_tokens={self.sequence_tokens}",
             )
         if sum(length is not None for length in (self.steps, self.fraction, self.epochs)) != 1:
             raise ConfigError(
@@ -135,36 +139,39 @@ class PackingStage:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A prepared mixture.
+    """The settings of a data mixture.
 
     Args:
         name: folder under `${home}/data`.
         sources: the sources of documents.
         max_doc_tokens: longest document; None: the target's context.
-        min_doc_tokens: shorter documents, and shorter tails of split ones, are left out.
-        long_documents: what to do with a document above the limit: `error`, `truncate`, or `split` (kept
-            whole; stages cut it into pieces).
+        min_doc_tokens: shorter documents, and shorter tails of split ones, are dropped.
+        long_documents: treatment of documents above the limit: `error`, `truncate`, or `split` (stored whole;
+            stages cut them into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
         seed: the seed of the choice of held-out documents.
-        on_error: what to do about a file, row or conversation that cannot be read: `error` stops, `skip`
-            counts it and goes on.
-        answers: `source` keeps recorded answers, `target` has the target write the last one anew, and what
-            follows prompts of running text.
-        answer_tokens: longest answer the target writes, and longest recorded one that is the only label.
+        on_error: treatment of a file, row or conversation that cannot be read: `error` stops, `skip` counts
+            it and continues.
+        answers: `source` keeps recorded answers; `target` has the target generate the last answer of a
+            conversation, and the text after prompts of running text.
+        answer_tokens: longest answer that the target generates, and longest recorded one if it is the only
+            label.
         answer_batch: prompts that the target answers together.
-        answer_batch_tokens: most tokens of them, answers and padding included.
-        labels: what is a label in conversations: `answers`, or `last_answer`, which makes all before it the
+        answer_batch_tokens: largest number of tokens of such a batch, answers and padding included.
+        labels: labels of conversations: all `answers`, or only the `last_answer`, with all before it as the
             prompt.
-        question: `prompt` leaves questions unlabelled; `response` makes the last one a label together with
-            its answer, where it can be told from the context, so that the prompt is the context alone.
-        prompt_tokens: shortest and longest prompt that running text is cut into; None: all of it is labels.
+        question: `prompt` leaves questions unlabelled; `response` labels the last question together with its
+            answer, if it can be separated from the context, so that the prompt is only the context.
+        prompt_tokens: shortest and longest prompt that running text is cut into; None: every token is a
+            label.
         mask: how labels of conversations are found: `template` reads the chat template's generation marks,
             `prefix` renders the turns one by one, `all` makes every token a label; `auto` is `template` where
             the template has marks, else `prefix`.
         append_eos: end raw text with the end-of-sequence token.
-        stages: how rows are packed over the run.
-        val_rows: most packed rows of validation data.
-        workers: loading processes; a row is cut from a memory map in about a millisecond, so 0 is fine.
+        stages: how sequences are packed over the run.
+        val_sequences: largest number of packed sequences of validation data.
+        workers: loading processes; reading a sequence from the memory map takes about a millisecond, so 0 is
+            enough.
     """
 
     name: Name
@@ -185,7 +192,7 @@ class DataConfig:
     prompt_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] | None = None
     mask: Annotated[str, OneOf("auto", "template", "prefix", "all")] = "auto"
     append_eos: bool = False
-    val_rows: CountOrZero = 64
+    val_sequences: CountOrZero = 64
     workers: CountOrZero = 0
 
     @classmethod
@@ -228,19 +235,19 @@ class DataConfig:
             raise ConfigError(f"data.sources of {self.name!r} is empty; give at least one source")
 
     def written_by_target(self, source: SourceConfig) -> bool:
-        """Whether the target writes this source's answers."""
+        """Return True if the target generates this source's answers."""
         return (source.answers or self.answers) == "target"
 
     @property
     def asks_target(self) -> bool:
-        """Whether the target writes any answer."""
+        """True if the target generates any answers."""
         return any(self.written_by_target(source) for source in self.sources)
 
     def content(self) -> dict[str, Any]:
-        """The values that the prepared folder depends on: all but those applied while training."""
+        """Return the values that prepared data depends on: all except those used only while training."""
         values = asdict(self)
-        for key in ("stages", "val_rows", "name", "workers", "answer_batch", "answer_batch_tokens"):
+        for key in ("stages", "val_sequences", "name", "workers", "answer_batch", "answer_batch_tokens"):
             values.pop(key)
-        if self.on_error == "error":  # data that was prepared before there was this key stays current
+        if self.on_error == "error":  # data prepared before this key existed stays current
             del values["on_error"]
         return values

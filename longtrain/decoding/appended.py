@@ -1,6 +1,6 @@
-"""Rows that follow a prompt which is in the cache already, read in as many steps as the cache asks for.
+"""Reads tokens that follow a prompt which is in the cache already, in as many steps as the cache requires.
 
-Shapes: B batch, T rows after each prompt, C rows of a step, H heads, D head dim.
+Shapes: B batch, T tokens after each prompt, C tokens of a step, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from longtrain.cache.base import KVCache
 from longtrain.decoding.retrieval.selector import Selector, choose
 from longtrain.decoding.roles import Parts, Verdict
 from longtrain.decoding.tree import chain
-from longtrain.targets.attention import Watch
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.targets.attention import AttentionHook
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -30,42 +30,42 @@ def read_after(
     lengths: Sequence[int],
     *,
     hidden: tuple[int, ...] = (),
-    watch: Watch | None = None,
+    hook: AttentionHook | None = None,
     most: int | None = None,
 ) -> tuple[TargetStep, int]:
-    """Commit rows behind what is in the cache.
+    """Append tokens to the cache and commit them.
 
-    One forward takes them all, unless the cache takes few rows a step (`KVCache.step_limit`) or changes what
-    it keeps at certain tokens (`KVCache.commit_limit`): a step then ends there in every sequence, as in
-    decoding, so that what is kept does not depend on how the rows came.
+    One forward reads them all, unless the cache limits the tokens of a step (`KVCache.step_limit`) or changes
+    its stored entries at certain tokens (`KVCache.commit_limit`). A step then ends there in every sequence,
+    as in decoding, so that the stored entries do not depend on the way tokens were read.
 
     Args:
         target: the frozen model.
         cache: committed.
         ids_BT: token ids, right-padded.
-        lengths: rows of each sequence, none 0.
-        hidden: layers whose output is wanted.
-        watch: sees the rows of all steps as one, right-padded.
-        most: rows that a step may take, where the cache allows more; None: all.
+        lengths: tokens of each sequence, none 0.
+        hidden: layers whose outputs are returned.
+        hook: hook that gets the tokens of all steps at once, right-padded.
+        most: most tokens of a step; None: as many as the cache allows.
 
     Returns:
-        the logits of each sequence's last row [B, 1, V], hidden states [B, T, E]; and how many forwards.
+        logits of each sequence's last token [B, 1, V], hidden states [B, T, E], and the number of forwards.
     """
     B, T = ids_BT.shape
     device = ids_BT.device
     read, forwards = [0] * B, 0
     logits_B1V: Tensor | None = None
     states: dict[int, Tensor] = {}
-    seen = WatchBuffer(watch, B, T) if watch else None
+    seen = HookBuffer(hook, B, T) if hook else None
     while read != list(lengths):
         left = [min(n - done, most or n) for n, done in zip(lengths, read, strict=True)]
-        counts = rows_of_next_step(cache, left)
+        counts = tokens_of_next_step(cache, left)
         first_B, n_B = torch.tensor([read, counts], device=device)
         at_BC = first_B[:, None] + torch.arange(max(counts), device=device)
         pos_BC = cache.len_B[:, None] + torch.arange(max(counts), device=device)
-        rows = Rows(pos_BC, ids_BT.gather(1, at_BC.clamp(max=T - 1)), n_B=n_B)
-        one_step = watch if seen is None or counts == list(lengths) else seen.at(at_BC)
-        step = target.forward(rows, cache, want=Want("last", hidden), watch=one_step)
+        batch = TokenBatch(pos_BC, ids_BT.gather(1, at_BC.clamp(max=T - 1)), n_B=n_B)
+        one_step = hook if seen is None or counts == list(lengths) else seen.at(at_BC)
+        step = target.forward(batch, cache, outputs=OutputRequest("last", hidden), hook=one_step)
         cache.commit(None, n_B)
         assert step.logits_BTV is not None
         logits_B1V = (
@@ -85,31 +85,31 @@ def read_after(
 def given_step(
     target: Target,
     cache: KVCache,
-    rows: Rows,
+    batch: TokenBatch,
     *,
-    want: Want,
+    outputs: OutputRequest,
     selector: Selector | None = None,
-    watch: Watch | None = None,
+    hook: AttentionHook | None = None,
 ) -> TargetStep:
-    """A step over tokens of a text that is given, not decoded; its valid rows are committed.
+    """One teacher-forced step: run the target over given tokens and commit the valid ones.
 
     Args:
         target: the frozen model.
         cache: committed.
-        rows: token ids, no more of a sequence than `cache.commit_limit()` says.
-        want: what comes back.
-        selector: says what the step reads, as in decoding; it was started.
-        watch: sees the step's queries, keys and values.
+        batch: token ids; at most `cache.commit_limit()` of each sequence.
+        outputs: outputs to return.
+        selector: chooses the KV entries that the step reads, as in decoding; already started.
+        hook: hook that gets the step's queries, keys and values.
     """
-    assert rows.ids_BT is not None
-    ids_BT, n_B = rows.ids_BT, rows.n_B
+    assert batch.ids_BT is not None
+    ids_BT, n_B = batch.ids_BT, batch.n_B
     if n_B is None:
         n_B = torch.full_like(cache.len_B, ids_BT.shape[1])
     if selector is not None:
         choose(selector, ids_BT[:, 0])
-        hidden = (*want.hidden, *Parts(selector=selector).hidden())
-        want = replace(want, hidden=tuple(sorted({*hidden})))
-    step = target.forward(rows, cache, want=want, watch=watch)
+        hidden = (*outputs.hidden, *Parts(selector=selector).hidden())
+        outputs = replace(outputs, hidden=tuple(sorted({*hidden})))
+    step = target.forward(batch, cache, outputs=outputs, hook=hook)
     cache.commit(None, n_B)
     if selector is not None:
         path_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
@@ -117,49 +117,49 @@ def given_step(
     return step
 
 
-class WatchBuffer:
-    """Gathers what a watch is to see of several steps, and shows it at the end, a layer at a time.
+class HookBuffer:
+    """Collects queries, keys and values of several steps, and passes them to a hook layer by layer.
 
     Args:
-        watch: is shown all rows at once.
-        batch: sequences.
-        rows: rows of the longest sequence.
+        hook: the hook, called with all tokens at once.
+        batch: number of sequences.
+        longest: tokens of the longest sequence.
     """
 
-    def __init__(self, watch: Watch, batch: int, rows: int) -> None:
-        self._watch, self._batch, self._rows = watch, batch, rows
-        self._kept: dict[int, tuple[Tensor, ...]] = {}
+    def __init__(self, hook: AttentionHook, batch: int, longest: int) -> None:
+        self._hook, self._batch, self._longest = hook, batch, longest
+        self._collected: dict[int, tuple[Tensor, ...]] = {}
 
-    def at(self, at_BC: Tensor) -> Watch:
-        """What sees one step, whose rows are these."""
+    def at(self, at_BC: Tensor) -> AttentionHook:
+        """A hook for one step, whose tokens have the indices `at_BC`."""
 
         def look(layer: int, q_BHCD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor) -> None:
-            before = self._kept.get(layer, (None, None, None))
-            self._kept[layer] = tuple(
-                _put(old, new.transpose(1, 2), at_BC, self._rows)
+            before = self._collected.get(layer, (None, None, None))
+            self._collected[layer] = tuple(
+                _put(old, new.transpose(1, 2), at_BC, self._longest)
                 for old, new in zip(before, (q_BHCD, k_BGCD, v_BGCD), strict=True)
             )
 
         return look
 
     def show(self) -> None:
-        """To the watch, what was gathered; nothing if it has seen the rows itself."""
-        for layer, parts in self._kept.items():
-            q, k, v = (x[:, : self._rows].transpose(1, 2) for x in parts)
-            self._watch(layer, q, k, v)
+        """Call the hook with the collected tensors, if there are any."""
+        for layer, parts in self._collected.items():
+            q, k, v = (x[:, : self._longest].transpose(1, 2) for x in parts)
+            self._hook(layer, q, k, v)
 
 
-def rows_of_next_step(cache: KVCache, left: Sequence[int]) -> list[int]:
-    """Rows of each sequence that the next step takes; waits for the device where the cache has a say."""
+def tokens_of_next_step(cache: KVCache, left: Sequence[int]) -> list[int]:
+    """Tokens of each sequence in the next step; synchronises with the device if the cache has a limit."""
     most, limit_B = cache.step_limit(), cache.commit_limit()
     limits = [most or n for n in left] if limit_B is None else [min(most or n, n) for n in limit_B.tolist()]
     return [min(n, limit) for n, limit in zip(left, limits, strict=True)]
 
 
-def _put(whole_BTx: Tensor | None, new_BCx: Tensor, at_BC: Tensor, rows: int) -> Tensor:
-    """A step's rows at their places among all; one more row at the end takes what lies beyond them."""
+def _put(whole_BTx: Tensor | None, new_BCx: Tensor, at_BC: Tensor, longest: int) -> Tensor:
+    """Scatter a step's tokens [B, C, ...] into all tokens [B, longest + 1, ...]; the last is for padding."""
     B = len(at_BC)
     if whole_BTx is None:
-        whole_BTx = new_BCx.new_zeros(B, rows + 1, *new_BCx.shape[2:])
-    whole_BTx[torch.arange(B, device=at_BC.device)[:, None], at_BC.clamp(max=rows)] = new_BCx
+        whole_BTx = new_BCx.new_zeros(B, longest + 1, *new_BCx.shape[2:])
+    whole_BTx[torch.arange(B, device=at_BC.device)[:, None], at_BC.clamp(max=longest)] = new_BCx
     return whole_BTx

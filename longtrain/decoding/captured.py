@@ -1,8 +1,8 @@
-"""Cycles as CUDA graphs: where they take place, how they are kept, and how their tokens reach the host.
+"""Decoding cycles as CUDA graphs: their static buffers, the cache of graphs, and the tokens' way to the host.
 
-The host then launches one graph a cycle and reads its tokens one cycle late, so it never stands in the GPU's
-way. A text that a stop string or stop id ends is noticed one cycle late as well; what that cycle emitted is
-dropped. Without CUDA graphs the same code runs, each operator launched by the host.
+The host launches one graph for each cycle and reads its tokens one cycle late, so the GPU never waits for it.
+The end of a sequence (stop string or stop id) is noticed one cycle late too; the tokens of that cycle are
+dropped. Without CUDA graphs the same code runs, and the host launches each operator.
 
 Shapes: B batch, X numbers of a cycle.
 """
@@ -22,8 +22,8 @@ from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.selected import SelectedCache
+from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.output import Emitted
-from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.roles import TreeShape
 
 if TYPE_CHECKING:
@@ -34,61 +34,61 @@ Pool: TypeAlias = Any
 
 
 class Cycles:
-    """The cycles of one kind of call: run as they are, or from the second on as a CUDA graph.
+    """Cycles of one shape: run directly, or from the second one on as a CUDA graph.
 
-    The first one compiles kernels and makes what is kept from cycle to cycle. On a CPU there are no graphs.
+    The first cycle compiles kernels and allocates state. On a CPU there are no graphs.
 
     Args:
-        phases: a cycle.
-        captured: whether cache and draft update their state in place, so that a graph of a cycle is every
-            cycle; the host then reads its tokens one cycle late.
-        pool: asked, when the graph is made, for the memory of graphs that never run at the same time.
+        decode_step: a cycle.
+        captured: True if cache and draft update their state in place, so that one graph serves all cycles;
+            the host then reads tokens one cycle late.
+        pool: returns the memory pool that graphs share which never run at the same time.
     """
 
     def __init__(
-        self, phases: Phases, *, captured: bool, pool: Callable[[], Pool | None] = lambda: None
+        self, decode_step: DecodeStep, *, captured: bool, pool: Callable[[], Pool | None] = lambda: None
     ) -> None:
-        self.phases, self._captured, self._pool = phases, captured, pool
+        self.decode_step, self._captured, self._pool = decode_step, captured, pool
         self._graph: Any = None
-        self._held: list[Tensor] = []
-        self._where: list[Hashable] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[Hashable] = []
         self._ran = False
         self._counted = False
-        """Whether the host has counted what the next replay commits: it does as it records the graph."""
+        """True if the host has counted the next replay's tokens: recording the graph does so."""
         self.capture_s = 0.0
         """Wall time that making the graph took, in seconds."""
 
     @property
     def late(self) -> int:
-        """Cycles that the host reads behind."""
+        """Number of cycles that tokens are read late."""
         return int(self._captured)
 
     @property
     def sound(self) -> bool:
-        """Whether all that the graph works on lies where it lay; True where there is none."""
-        return self._graph is None or self.holds(self.phases)
+        """True if all tensors of the graph are at the recorded addresses, or if there is no graph."""
+        return self._graph is None or self.holds(self.decode_step)
 
     def prepare(self) -> bool:
-        """Make the graph if its time has come; whether the coming run will take as long as those after it."""
-        device = self.phases.target.device
+        """Record the graph before the second run. True if the coming run takes as long as later ones."""
+        device = self.decode_step.target.device
         if self._captured and self._ran and self._graph is None and has_graphs(device):
             started_s = time.perf_counter()
-            self.phases.cache.foresee(0)
-            self._graph = record(self.phases, device, self._pool())
-            self._counted = True
-            self._held = _held(self.phases)
-            self._where = _places(self._held)
+            self.decode_step.cache.foresee(0)  # offloads layers if needed; a recording cannot
+            self._graph = record(self.decode_step, device, self._pool())
+            self._counted = True  # recording runs the Python code of a cycle, host counters included
+            self._tensors = _persistent_tensors(self.decode_step)
+            self._addresses = _addresses_of(self._tensors)
             self.capture_s = time.perf_counter() - started_s
         return self._ran
 
     def run(self) -> None:
-        """The next cycle: propose, forward, accept, commit."""
+        """Run the next cycle, by a replay of the graph if there is one."""
         self.prepare()
         if self._graph is None:
-            self.phases()
+            self.decode_step()
         else:
-            if not self._counted:
-                self.phases.cache.foresee(self.phases.shape.depth + 1)
+            if not self._counted:  # a replay runs no Python code: tell the cache how far lengths may grow
+                self.decode_step.cache.foresee(self.decode_step.shape.depth + 1)
             self._counted = False
             self._graph.replay()
         self._ran = True
@@ -98,27 +98,27 @@ class Cycles:
         """The memory of the graph; None before it is made."""
         return None if self._graph is None else self._graph.pool()
 
-    def holds(self, phases: Phases) -> bool:
-        """Whether the graph is one of these phases: whether all that they work on lies where it lay."""
-        return self._graph is not None and self._where == _places(_held(phases))
+    def holds(self, decode_step: DecodeStep) -> bool:
+        """True if the graph can be replayed for this step: its tensors are at the recorded addresses."""
+        return self._graph is not None and self._addresses == _addresses_of(_persistent_tensors(decode_step))
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether work on this device can be recorded."""
+    """True if work on this device can be recorded as a CUDA graph."""
     return device.type == "cuda"
 
 
 def record(work: Callable[[], None], device: torch.device, pool: Pool | None) -> Any:
-    """A CUDA graph of `work`, which is not run now; `replay` of the result runs it.
+    """Record `work` as a CUDA graph without running it; `replay` of the result runs it.
 
     Args:
-        work: asks the host nothing, and works on tensors that stay where they are.
+        work: does not synchronise with the host, and uses tensors whose addresses do not change.
         device: the device that the work runs on.
         pool: memory shared with graphs that never run at the same time; None: its own.
     """
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
-    gc.disable()  # an old graph that is collected meanwhile would spoil the new one
+    gc.disable()  # destroying an old graph during capture would invalidate the new one
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
             work()
@@ -129,7 +129,7 @@ def record(work: Callable[[], None], device: torch.device, pool: Pool | None) ->
 
 
 class Stopwatch:
-    """Time that a device spends on what is launched until `stop`; the host does not wait for it.
+    """Measures the device time of the work launched until `stop`, without waiting for it.
 
     Args:
         device: the device whose current stream is timed.
@@ -140,11 +140,11 @@ class Stopwatch:
         self._marks = [self._mark()]
 
     def stop(self) -> None:
-        """The work has been launched."""
+        """Mark the end: the work has been launched."""
         self._marks.append(self._mark())
 
     def seconds(self) -> float:
-        """How long it took; asked when the work is known to be over."""
+        """Elapsed seconds; called when the work is known to be finished."""
         start, stop = self._marks
         return 1e-3 * float(start.elapsed_time(stop)) if self._cuda else stop - start
 
@@ -157,11 +157,11 @@ class Stopwatch:
 
 
 class ShapeCycles:
-    """Cycles of several shapes over the same texts, cache and draft, made as they are needed.
+    """Cycles of several shapes over the same sequences, cache and draft, made as they are needed.
 
     Args:
-        make: gives the cycles of a shape, with the draft or without it; those of an earlier call if their
-            graph still holds.
+        make: returns the cycles of a shape, with the draft or without it; those of an earlier call if their
+            graph can still be replayed.
         device: the device that they run on.
     """
 
@@ -169,18 +169,18 @@ class ShapeCycles:
         self._make, self._device = make, device
         self._made: dict[tuple[TreeShape, bool], Cycles] = {}
         self.capture_s = 0.0
-        """Wall time that making graphs took, and the cycles before them that compile kernels, in seconds."""
+        """Wall seconds for recording graphs, and for the cycles before them that compile kernels."""
 
     def run(self, shape: TreeShape, *, timed: bool, drafts: bool = True) -> tuple[Tensor, Stopwatch | None]:
-        """The next cycle.
+        """Run the next cycle.
 
         Args:
-            shape: what is drafted in it.
-            timed: whether its time is wanted.
-            drafts: whether the draft hears of it.
+            shape: shape of its trees.
+            timed: True to measure its time.
+            drafts: False to leave the draft out of it.
 
         Returns:
-            Its news (`Phases.news_BX`), and its time if it is that of every such cycle.
+            Its tokens (`DecodeStep.news_BX`), and its time unless it includes compilation.
         """
         key = shape, drafts
         cycles = self._made.get(key)
@@ -189,32 +189,32 @@ class ShapeCycles:
         known_s = cycles.capture_s
         ripe = cycles.prepare()
         self.capture_s += cycles.capture_s - known_s
-        watch = Stopwatch(self._device) if timed and ripe else None
+        stopwatch = Stopwatch(self._device) if timed and ripe else None
         started_s = time.perf_counter()
         cycles.run()
-        if watch is not None:
-            watch.stop()
+        if stopwatch is not None:
+            stopwatch.stop()
         if not ripe and cycles.late and has_graphs(self._device):
             self.capture_s += time.perf_counter() - started_s
-        if not ripe:  # a draft may have made room
+        if not ripe:  # a draft may have allocated larger buffers
             self._drop_unsound()
-        return cycles.phases.news_BX, watch
+        return cycles.decode_step.news_BX, stopwatch
 
     def between(self, work: Callable[[], None]) -> Stopwatch:
-        """Work between two cycles, and the time since the one before ended; a draft may begin anew in it."""
-        watch = Stopwatch(self._device)
+        """Run `work` (a restart of the draft) between two cycles, and measure it."""
+        stopwatch = Stopwatch(self._device)
         work()
-        watch.stop()
+        stopwatch.stop()
         self._drop_unsound()
-        return watch
+        return stopwatch
 
     def _drop_unsound(self) -> None:
-        """Graphs over a draft's old buffers are of no use any more."""
+        """Drop graphs that were recorded over a draft's old buffers."""
         self._made = {key: one for key, one in self._made.items() if one.sound}
 
 
 class CaptureBuffers:
-    """What an engine keeps from call to call: one arena, and the cycles captured over it.
+    """Static buffers that an engine keeps from call to call: one arena, and the cycles captured over it.
 
     Args:
         target: the frozen model.
@@ -228,18 +228,18 @@ class CaptureBuffers:
         self._texts: CycleState | None = None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
-        """The arena's buffers as an empty cache to read prompts into; called as `Target.new_cache` is."""
+        """The arena's buffers as an empty cache for the prompts; same arguments as `Target.new_cache`."""
         store = self._reserve(batch, max_tokens + max_nodes).store
         store.rewind([0] * batch)
         return store
 
     def take_in(self, cache: KVCache, *, room: int, selects: bool = False) -> KVCache:
-        """A cache that cycles can be captured over, with the rows of `cache` in it.
+        """Move `cache` to static buffers that cycles can be captured over.
 
         Args:
-            cache: committed prompts; `can_capture` was asked.
-            room: slots needed after them.
-            selects: steps will read chosen rows.
+            cache: committed prompts, for which `can_capture` is True.
+            room: cache positions needed after them.
+            selects: True if steps read selected entries only.
         """
         if cache.tensors() is not None:
             return cache
@@ -256,37 +256,37 @@ class CaptureBuffers:
         return self._selected
 
     def texts(self, len_B: Tensor) -> CycleState:
-        """What cycles of all shapes share; at the same place from call to call, for as many sequences."""
+        """State shared by cycles of all shapes; at the same addresses in calls of the same batch size."""
         known = self._texts
         if known is None or known.root_B.shape != len_B.shape or known.root_B.device != len_B.device:
             known = self._texts = CycleState(len_B)
         return known
 
-    def cycles(self, phases: Phases, key: Hashable) -> Cycles:
-        """The cycles of an earlier call of this kind if their graph still holds, else new ones.
+    def cycles(self, decode_step: DecodeStep, key: Hashable) -> Cycles:
+        """The cycles of an earlier call if their graph can still be replayed, else new ones.
 
         Args:
-            phases: over the present cache and draft.
-            key: whatever else is a constant in a graph of them.
+            decode_step: a cycle over the present cache and draft.
+            key: all other constants of a graph.
         """
         found = self._cycles.get(key)
-        if found is None or not found.holds(phases):
-            found = self._cycles[key] = Cycles(phases, captured=True, pool=self._pool)
+        if found is None or not found.holds(decode_step):
+            found = self._cycles[key] = Cycles(decode_step, captured=True, pool=self._pool)
         return found
 
     def _pool(self) -> Pool | None:
-        """The memory of a graph that lives: a pool that no graph holds any more cannot be taken up again."""
+        """The memory pool of an existing graph: a pool that no graph uses any more cannot be reused."""
         return next((one.pool for one in self._cycles.values() if one.pool is not None), None)
 
     def _reserve(self, batch: int, slots: int) -> ArenaCache:
-        """An arena for so many sequences, with at least so many slots of each."""
+        """An arena for `batch` sequences with at least `slots` positions each; the present one if it fits."""
         arena, target = self.arena, self.target
         if arena is not None:
             buffer = arena.store.k_LBGSD
             like = buffer.shape[1] == batch and (buffer.device, buffer.dtype) == (target.device, target.dtype)
             if like and arena.slots >= slots:
                 return arena
-            arena.free()  # before the memory of the next is taken
+            arena.free()  # before the next one is allocated
         self.arena = self._selected = None
         self._cycles.clear()
         self.arena = ArenaCache(target.new_cache(batch, rounded_slots(slots), 0))
@@ -294,10 +294,10 @@ class CaptureBuffers:
 
 
 class TokenTransfer:
-    """What cycles emitted, on its way to the host.
+    """Copies the tokens of cycles to the host without blocking.
 
     Args:
-        late: cycles that it is read behind.
+        late: number of cycles that tokens are read late.
     """
 
     def __init__(self, late: int) -> None:
@@ -305,10 +305,10 @@ class TokenTransfer:
         self._sent: deque[Callable[[], list[list[int]]]] = deque()
 
     def send(self, news_BX: Tensor) -> None:
-        """Post the tokens of the cycle just launched (`Phases.news_BX`)."""
+        """Start the copy of the tokens of the cycle just launched (`DecodeStep.news_BX`)."""
         if not self._late or not news_BX.is_cuda:
-            rows = news_BX.tolist()
-            self._sent.append(lambda: rows)
+            tokens = news_BX.tolist()
+            self._sent.append(lambda: tokens)
             return
         copy = torch.empty(news_BX.shape, dtype=news_BX.dtype, pin_memory=True)
         copy.copy_(news_BX, non_blocking=True)
@@ -322,27 +322,27 @@ class TokenTransfer:
         self._sent.append(read)
 
     def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
-        """What each row emitted, cycle by cycle: of all but the last `late` cycles, or of the rest."""
+        """Yield each sequence's tokens, cycle by cycle, but those of the last `late` cycles unless `rest`."""
         while len(self._sent) > (0 if rest else self._late):
             yield [Emitted(row[2 : 2 + row[0]], row[1]) for row in self._sent.popleft()()]
 
 
 def can_capture(cache: KVCache) -> bool:
-    """Whether cycles over this cache, or over its rows in an arena, can be captured."""
+    """True if cycles over this cache, or over its entries in an arena, can be captured."""
     return cache.tensors() is not None or movable(cache) is not None
 
 
-def _places(tensors: Sequence[Tensor]) -> list[Hashable]:
-    """Where tensors lie, and how: what a graph has of them."""
+def _addresses_of(tensors: Sequence[Tensor]) -> list[Hashable]:
+    """Addresses, shapes and strides of tensors, as a graph has recorded them."""
     return [(one.data_ptr(), tuple(one.shape), one.stride()) for one in tensors]
 
 
-def _held(phases: Phases) -> list[Tensor]:
-    """What the operators of a cycle work on from cycle to cycle, the target's weights by two of them."""
-    target, texts = phases.target, phases.texts
-    roles = [role.tensors() or () for role in (phases.draft, phases.selector) if role is not None]
+def _persistent_tensors(decode_step: DecodeStep) -> list[Tensor]:
+    """All tensors that live across cycles; the target's weights are represented by two of them."""
+    target, texts = decode_step.target, decode_step.texts
+    roles = [role.tensors() or () for role in (decode_step.draft, decode_step.selector) if role is not None]
     weights = [target.head_weight, target.final_norm_weight]
     if target.fused is not None:
         weights += target.fused.tensors()
     state = (texts.root_B, texts.left_B, texts.most)
-    return [*(phases.cache.tensors() or ()), *(one for held in roles for one in held), *state, *weights]
+    return [*(decode_step.cache.tensors() or ()), *(one for own in roles for one in own), *state, *weights]

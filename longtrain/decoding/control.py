@@ -1,9 +1,9 @@
-"""How much to draft: the shape that promises most tokens a second, chosen anew for every cycle.
+"""Draft lengths chosen at run time (`decode=auto`): the shape with the most expected tokens a second.
 
-Two things are known of the past: how often the target accepted drafts at each level, and how long a cycle of
-each shape took. The choice for the next cycle follows from them alone, never from what that cycle will draft
-or accept; so the law of the text is the same as with any fixed shape. What trials cost is counted, and none
-is made that could bring a call more than a small share behind plain decoding.
+Two measurements decide: how often the target accepted drafts at each level, and how long a cycle of each
+shape took; plain decoding is one of the shapes. The choice depends on past cycles alone, never on the drafts
+of the coming one, so the distribution of the text is that of any fixed shape. The time that drafting loses
+against plain decoding is counted, and a shape is only tried if the call can afford it.
 """
 
 from __future__ import annotations
@@ -13,43 +13,48 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from longtrain.decoding.averages import (
+    MEMORY,
+    TIMES,
+    UPFRONT,
+    Acceptance,
+    Costs,
+    LossBudget,
+    levels,
+    octave_of,
+)
 from longtrain.decoding.captured import ShapeCycles, Stopwatch, TokenTransfer
+from longtrain.decoding.decode_step import CycleState
 from longtrain.decoding.output import Output
-from longtrain.decoding.past import AHEAD, STALE, TIMES, Acceptance, Account, Costs, levels, octave_of
-from longtrain.decoding.phases import CycleState
-from longtrain.decoding.roles import Draft, Law, TreeShape, usual_law
+from longtrain.decoding.roles import ChildChoice, Draft, TreeShape, usual_children
 from longtrain.errors import ConfigError
 
 Widths: TypeAlias = tuple[int, ...]
 CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
-"""What is chosen among where a draft offers nothing else."""
-_LEVEL = 0.25
-"""Share of a plain cycle that a level of drafts is expected to cost as long as no drafting was timed."""
-_PATIENCE = 4
-"""Plain cycles in a row after which a draft whose next trial is too dear is left out of them."""
-_HEARS = 0.01
-"""Share of a plain cycle that a draft may take to hear of its token; one that takes more sleeps."""
-_NAP = 32
-"""Cycles without it before it may be taken in again, and so many later each time that it may not."""
+"""The shapes of a draft that offers no others."""
+LEVEL_COST = 0.25
+"""Expected cost of a level of drafts, as a share of a plain cycle, before any shape was measured."""
+REFRESH = 512
+"""Measured cycles between two new measurements of the plain cycle, where drafting is always chosen."""
 
 
 @dataclass(frozen=True)
 class ShapeChoice:
-    """Shapes to choose among cycle by cycle; plain decoding is always one of them.
+    """The shapes that `decode=auto` chooses among cycle by cycle; plain decoding is always one of them.
 
     Args:
-        widths: of each shape; empty: those that the draft offers (`Draft`), else chains of 1 to 8.
-        law: how children are chosen; None: as usual (`usual_law`).
+        widths: widths of each shape; empty: those that the draft offers (`Draft`), else chains of 1 to 8.
+        children: how a draft chooses the children of a node; None: by `usual_children`.
     """
 
     widths: tuple[Widths, ...] = ()
-    law: Law | None = None
+    children: ChildChoice | None = None
 
     def shapes(self, draft: Draft | None, *, sampled: bool) -> tuple[TreeShape, ...]:
         """The shapes, smallest first; plain decoding alone without a draft.
 
         Raises:
-            ConfigError: shapes are asked for, and there is no draft.
+            ConfigError: there are `widths`, and no draft.
         """
         if draft is None:
             if any(self.widths):
@@ -60,29 +65,32 @@ class ShapeChoice:
             return (TreeShape(()),)
         offered: Sequence[Widths] = self.widths or getattr(draft, "offers", CHAINS)
         found = {TreeShape(())}
-        found |= {TreeShape(one, self.law or usual_law(one, sampled=sampled)) for one in offered if one}
+        found |= {
+            TreeShape(one, self.children or usual_children(one, sampled=sampled)) for one in offered if one
+        }
         return tuple(sorted(found, key=lambda shape: (shape.depth, shape.n_nodes, shape.widths)))
 
 
 class Control:
-    """Chooses the shapes of one call of `Engine.generate`.
+    """Chooses the shape of every cycle of one call of `Engine.generate`.
 
-    Every cycle it takes the shape with the largest `tokens / seconds` among those that the call can afford
-    (`Account`). The time of a shape not measured yet is guessed from those of less and greater depth; if the
-    guess makes it the best, it is measured. What was learnt wears off, so a draft that was bad once is tried
-    now and then. Where plain decoding stays the best and the next trial is too dear, the draft sleeps: it is
-    left out of plain cycles, and taken in again for that trial if it can begin anew with a text.
+    It takes the shape with the most expected tokens a second among those that the call can afford
+    (`LossBudget`). A shape without measured times gets an estimate from the others; if that makes it the
+    best, it is tried and so measured.
+
+    A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
+    out of plain cycles, where this costs more than the call can afford. A paused draft that can start from a
+    text alone is restarted for its next trial; any other stays paused to the end of the call.
 
     Args:
-        shapes: smallest first.
-        costs: kept from call to call.
-        kind: of these cycles, for `costs`.
-        planned: most new tokens of a text.
-        wakes: whether the draft can be taken in again; one that cannot sleeps to the end of the call, and
-            only where hearing of every token costs more than may be lost.
+        shapes: smallest first; the first one is plain decoding.
+        costs: measured times; kept from call to call.
+        kind: what these cycles' times depend on beside shape and length, for `costs`.
+        planned: most new tokens of a sequence.
+        restarts: True for a draft that can be restarted (`Draft.begins_anew`).
 
-    Note: QuantSpec finds its draft length by a search for each data set and model (Appendix G); here none is
-        needed, and a text whose predictability changes is followed.
+    Note: QuantSpec searches its draft length for each dataset and model (Appendix G); here none is needed,
+        and a text whose predictability changes is followed.
     """
 
     def __init__(
@@ -91,51 +99,43 @@ class Control:
         costs: Costs,
         kind: Hashable = (),
         *,
-        planned: int = AHEAD,
-        wakes: bool = True,
+        planned: int = UPFRONT,
+        restarts: bool = True,
     ) -> None:
-        self.shapes, self.costs, self.kind, self.wakes = tuple(shapes), costs, kind, wakes
-        self.acceptance, self.account = Acceptance(), Account(planned)
-        self.asleep = False
-        """Whether the draft is left out of the cycle that was chosen last."""
+        self.shapes, self.costs, self.kind, self.restarts = tuple(shapes), costs, kind, restarts
+        self.acceptance, self.budget = Acceptance(), LossBudget(planned)
+        self.paused = False
+        """True if the draft is left out of the cycle that was chosen last."""
         self._levels = [levels(shape) for shape in self.shapes]
-        self._known: list[float | None] = []
-        self._alone_s: float | None = None  # a plain cycle without the draft
-        self._octave, self._age = -1, 0
-        self._plain = 0  # plain cycles in a row
+        self._known: list[float | None] = []  # seconds of each shape; the first: plain, the draft not paused
+        self._alone_s: float | None = None  # seconds of a plain cycle with the draft paused
+        self._octave = -1
+        self._plain_run = 0  # plain cycles in a row
 
     @property
     def free(self) -> bool:
-        """Whether there is anything to choose."""
+        """True if there is more than one shape."""
         return len(self.shapes) > 1
 
-    @property
-    def times(self) -> bool:
-        """Whether the time of the cycle that was chosen last is wanted."""
-        return self.free and (not self.asleep or self._plain % _NAP <= TIMES)
-
     def choose(self, *, length: int, left: int) -> TreeShape:
-        """The next cycle's shape; `asleep` says whether the draft hears of it.
+        """Choose the next cycle's shape, and set `paused` if the draft is left out of it.
 
         Args:
-            length: tokens of the longest text.
-            left: most tokens that any text lacks.
+            length: tokens of the longest sequence.
+            left: most tokens that any sequence may still get.
         """
         if not self.free:
             return self.shapes[0]
-        if self.asleep and self._plain % _NAP:  # plain cycles of a small target leave the host no time
-            self._plain += 1
-            self.account.begin(0.0)
-            return self.shapes[0]
-        self._look_up(length)
-        plain_s = self._plain_s
-        best = 0 if plain_s is None else self._best(left, plain_s)
-        self._plain = 0 if best else self._plain + 1
-        if best:
-            self.asleep = False
-        elif not self.asleep:
-            self.asleep = self._tires(left)
-        self.account.begin(self._seconds(best, plain_s) - plain_s if best and plain_s else 0.0)
+        best, plain_s = 0, None
+        if not self.paused or self._plain_run % MEMORY == 0:  # choosing takes host time: seldom while paused
+            self._look_up(length)
+            plain_s = self._plain_s
+            measures = plain_s is None or self.costs.count % REFRESH < TIMES
+            if plain_s is not None and not measures:
+                best = self._best(left, plain_s)
+            self.paused = not best and (self.paused or (not measures and self._pauses(left)))
+        self._plain_run = 0 if best else self._plain_run + 1
+        self.budget.begin(self._seconds(best, plain_s) - plain_s if best and plain_s else 0.0)
         return self.shapes[best]
 
     def learn(
@@ -145,107 +145,101 @@ class Control:
         *,
         length: int,
         seconds: float | None = None,
-        asleep: bool = False,
-        waking_s: float | None = None,
+        paused: bool = False,
+        restart_s: float | None = None,
     ) -> None:
-        """Take in a cycle that is over.
+        """Add the results of a cycle.
 
         Args:
-            shape: what was drafted.
-            accepted: drafts accepted in each text that was not over.
-            length: tokens of the longest text.
-            seconds: the time that the cycle took; None: not measured.
-            asleep: whether the draft was left out of it.
-            waking_s: the time that taking the draft in again took before it; None: nothing of the kind.
+            shape: shape of the drafted tree.
+            accepted: number of accepted drafts of each unfinished sequence.
+            length: tokens of the longest sequence.
+            seconds: its time; None: not measured.
+            paused: True if the draft was left out of it.
+            restart_s: seconds of the draft's restart before it; None: there was none.
         """
         if not self.free:
             return
         if accepted:
             self.acceptance.learn(shape, accepted)
         if seconds is not None:
-            kind = (self.kind, "alone") if asleep else self.kind
+            kind = (self.kind, "alone") if paused else self.kind
             self.costs.learn(kind, shape, length, seconds)
             if self._octave == octave_of(length):
                 cost = self.costs.of(kind, shape, length)
-                if asleep:
+                if paused:
                     self._alone_s = cost
                 else:
                     self._known[self.shapes.index(shape)] = cost
                 seconds = cost or seconds
         tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
-        if waking_s is not None:
-            self.costs.waking_s = waking_s
-            self.account.lost_s += waking_s
-        self.account.end(tokens, seconds, self._plain_s)
+        if restart_s is not None:
+            self.costs.restart_s = restart_s
+            self.budget.lost_s += restart_s
+        self.budget.end(tokens, seconds, self._plain_s)
 
     @property
     def _plain_s(self) -> float | None:
-        """Seconds of plain decoding's cycle, as it is without a draft where that was measured."""
+        """Seconds of a plain cycle: without a draft where that was measured."""
         known = [one for one in (self._alone_s, *self._known[:1]) if one is not None]
         return min(known, default=None)
 
     def _best(self, left: int, plain_s: float) -> int:
-        """The shape of most tokens a second that the call can afford."""
-        best, most, waking_s = 0, 1.0 / plain_s, 0.0
-        if self.asleep:
-            if not self.wakes:
+        """Index of the affordable shape with the most expected tokens a second."""
+        restart_s = 0.0
+        if self.paused:
+            if not self.restarts:
                 return 0
-            known_s = self.costs.waking_s
-            waking_s = plain_s if known_s is None else known_s
-        timed = any(one is not None for one in self._known[1:])
-        for i in range(1, len(self.shapes) if timed else 2):  # the first trials are the cheapest
+            restart_s = plain_s if self.costs.restart_s is None else self.costs.restart_s
+        best, most = 0, 1.0 / plain_s
+        measured = any(one is not None for one in self._known[1:])
+        for i in range(1, len(self.shapes) if measured else 2):  # the first trial is the cheapest one
             seconds = self._seconds(i, plain_s)
             speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
-            if speed > most and self.account.affords(seconds - plain_s, plain_s, before_s=waking_s):
+            risk_s = TIMES * (seconds - plain_s)  # number of trials before its time is known
+            if speed > most and self.budget.affords(risk_s + (restart_s if risk_s > 0 else 0.0), plain_s):
                 best, most = i, speed
         return best
 
-    def _tires(self, left: int) -> bool:
-        """Whether the draft is left out of plain cycles from now on."""
-        known_s, alone_s = self._known[0], self._alone_s
-        if known_s is None:
+    def _pauses(self, left: int) -> bool:
+        """True if the draft is to be left out of plain cycles from now on."""
+        with_draft_s, alone_s = self._known[0], self._alone_s
+        if with_draft_s is None:
             return False
-        if alone_s is None and left <= TIMES + 1:  # no draft is needed any more: time for a look at them
-            return True
-        if alone_s is None:  # one nap tells what hearing of each token costs
-            return self.wakes and self._plain > _PATIENCE
-        if not self.wakes:
-            return not self.account.affords(known_s - alone_s, alone_s)
-        poor = not self.account.affords(self._seconds(1, alone_s) - alone_s, alone_s)
-        return poor and self._plain > _PATIENCE and known_s > (1 + _HEARS) * alone_s
+        if alone_s is None:  # measure it: by a pause, or in the last cycles, which need no draft any more
+            return self.restarts or left <= TIMES + 1
+        cycles = MEMORY if self.restarts else TIMES  # one that cannot come back stays while anything is left
+        return not self.budget.affords(cycles * (with_draft_s - alone_s), alone_s)
 
     def _look_up(self, length: int) -> None:
-        """What cycles of each shape take; all are looked up now and then, for times that are too old."""
+        """Read the times of all shapes in a new octave of lengths; `learn` updates them within one."""
         octave = octave_of(length)
-        self._age += 1
-        if self._octave != octave or self._age >= STALE // 8:
+        if self._octave != octave:
             self._known = [self.costs.of(self.kind, shape, length) for shape in self.shapes]
             self._alone_s = self.costs.of((self.kind, "alone"), self.shapes[0], length)
-            self._octave, self._age = octave, 0
+            self._octave = octave
 
     def _seconds(self, i: int, plain_s: float) -> float:
-        """The cost of a shape: as measured, or else by a straight line through the known ones around it."""
+        """Seconds of a shape: measured, or estimated from the measured one of the nearest depth."""
         known, depth = self._known[i], self.shapes[i].depth
         if known is not None:
             return known
+        level_s = LEVEL_COST * plain_s
         pairs = zip(self.shapes[1:], self._known[1:], strict=True)
-        points = [(0, plain_s), *((shape.depth, cost) for shape, cost in pairs if cost is not None)]
-        below = max((at for at in points if at[0] <= depth), key=lambda at: (at[0], -at[1]))
-        above = min((at for at in points if at[0] > depth), default=None)
-        if above is not None:
-            slope = (above[1] - below[1]) / (above[0] - below[0])
-        else:
-            slope = (below[1] - plain_s) / below[0] if below[0] else _LEVEL * plain_s
-        return below[1] + max(0.0, slope) * (depth - below[0])
+        others = [(abs(one.depth - depth), one.depth, cost) for one, cost in pairs if cost is not None]
+        if others:
+            _, near, cost = min(others)
+            level_s = max(0.0, cost - plain_s) / near
+        return plain_s + depth * level_s
 
 
 class _Sent(NamedTuple):
-    """A cycle whose tokens have not arrived: what was drafted, whether the draft slept, and both times."""
+    """A cycle whose tokens have not arrived: its shape and time, and the pause of the draft."""
 
     shape: TreeShape
-    watch: Stopwatch | None
-    asleep: bool
-    waking: Stopwatch | None
+    stopwatch: Stopwatch | None
+    paused: bool
+    restart: Stopwatch | None
 
 
 def run_cycles(
@@ -253,24 +247,24 @@ def run_cycles(
     control: Control,
     out: Output,
     texts: CycleState,
-    begin_anew: Callable[[], None],
+    restart: Callable[[], None],
     *,
     before: int,
     late: int,
 ) -> Counter[TreeShape]:
-    """Run cycles until every text is over.
+    """Run cycles until every sequence is over.
 
     Args:
         cycles: cycles of the shapes that `control` chooses.
-        control: hears of a cycle when its tokens arrive.
-        out: takes the tokens.
-        texts: closed as they end.
-        begin_anew: begins the draft anew with the texts as `out` has them.
+        control: gets a cycle's results when its tokens arrive.
+        out: collects the tokens.
+        texts: state of the sequences; each is closed as it ends.
+        restart: starts the draft with the sequences as they are in `out`.
         before: tokens of the longest prompt.
-        late: cycles that tokens are read behind.
+        late: number of cycles that may be launched before the tokens of an earlier one are read.
 
     Returns:
-        How many cycles of each shape were run.
+        the number of cycles of each shape.
     """
     used: Counter[TreeShape] = Counter()
     transfer, sent = TokenTransfer(late), deque[_Sent]()
@@ -281,28 +275,29 @@ def run_cycles(
         for emitted in transfer.arrived(rest=rest):
             one = sent.popleft()
             accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
-            seconds, waking_s = (watch.seconds() if watch else None for watch in (one.watch, one.waking))
+            seconds, restart_s = (
+                watch.seconds() if watch else None for watch in (one.stopwatch, one.restart)
+            )
             control.learn(
-                one.shape, accepted, length=length, seconds=seconds, asleep=one.asleep, waking_s=waking_s
+                one.shape, accepted, length=length, seconds=seconds, paused=one.paused, restart_s=restart_s
             )
             texts.close(out.take(emitted, one.shape))
 
-    def wake() -> None:
-        take_in(rest=True)
-        begin_anew()
+    def restart_with_all() -> None:
+        take_in(rest=True)  # a restart needs the tokens that are still on their way
+        restart()
 
     while not out.done:
-        lengths, slept = out.lengths(), control.asleep
+        lengths, was_paused = out.lengths(), control.paused
         length = before + max(lengths)
-        if used.total() < most - 1:  # each gives every text at least one token
+        if used.total() < most - 1:  # each cycle gives every sequence at least one token
             shape = control.choose(length=length, left=most - min(lengths))
-            waking = cycles.between(wake) if slept and not control.asleep else None
+            restarted = cycles.between(restart_with_all) if was_paused and not control.paused else None
             if out.done:
                 break
-            drafts = not control.asleep
-            news_BX, watch = cycles.run(shape, timed=control.times, drafts=drafts)
+            news_BX, stopwatch = cycles.run(shape, timed=control.free, drafts=not control.paused)
             transfer.send(news_BX)
-            sent.append(_Sent(shape, watch, not drafts, waking))
+            sent.append(_Sent(shape, stopwatch, control.paused, restarted))
             used[shape] += 1
         take_in(rest=used.total() == most - 1)
     return used

@@ -1,6 +1,6 @@
-"""The engine: prefill (and eviction), then propose, verify and commit until every sequence is over.
+"""The engine: prefill (and eviction), then propose, verify and commit until every sequence is finished.
 
-Each cycle (`decoding.phases`) reads one small tensor back to the host, the tokens emitted; everything else
+Each cycle (`decoding.decode_step`) reads one small tensor back to the host, its new tokens; everything else
 stays on the device.
 
 Shapes: B batch, V vocabulary.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
+from longtrain.decoding.averages import Costs
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -24,15 +25,14 @@ from longtrain.decoding.captured import (
     can_capture,
 )
 from longtrain.decoding.control import Control, ShapeChoice, run_cycles
+from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.evict import Keep
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
-from longtrain.decoding.past import Costs
-from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.retrieval.selector import new_selected_cache
-from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
-from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
+from longtrain.decoding.roles import Draft, Parts, TreeShape, attention_observer
+from longtrain.decoding.sampling import HashRng, MinNewTokens, Sampling, next_token
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ArtifactError, ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
@@ -43,27 +43,27 @@ if TYPE_CHECKING:
 
 GREEDY = Sampling()
 PLAIN = TreeShape(())
-"""A root alone: nothing is drafted."""
+"""A root alone: plain decoding."""
 CHAIN = TreeShape((1, 1, 1, 1))
-"""What is drafted where a draft is there and no shape is asked for."""
+"""The default shape with a draft."""
 AUTO = ShapeChoice()
-"""The shapes that a draft offers, each cycle's chosen by what was measured and accepted before."""
+"""Chooses each cycle's shape among those that the draft offers, by measured times and acceptance."""
 Capture: TypeAlias = Literal["auto"] | bool
 _WORTH = 32
-"""New tokens from which on `auto` captures: making a graph costs as much as some cycles."""
+"""Fewest new tokens for which `capture="auto"` records CUDA graphs, which takes as long as some cycles."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What `Engine.generate` gives back.
+    """Result of `Engine.generate`.
 
     Args:
-        tokens: the new tokens of each prompt; a stop id or the token that completes a stop string comes last.
-        stats: what it took.
-        finish: why each sequence is over: `stop_id`, `stop_string` or `length`.
+        tokens: the new tokens of each prompt; the last may be a stop id or complete a stop string.
+        stats: acceptance, times and memory.
+        finish: reason that each sequence ended: `stop_id`, `stop_string` or `length`.
         texts: the new text of each prompt, without stop id and stop string; None without a tokenizer.
-        drafted: of each token, whether it was drafted and then accepted, or chosen by the target.
-        kept: the rows of the prompts that eviction kept; None where nothing was evicted.
+        drafted: for each token, True if it was drafted and accepted, False if the target chose it.
+        kept: KV entries of the prompts that remain after eviction; None: nothing was evicted.
     """
 
     tokens: list[list[int]]
@@ -75,19 +75,19 @@ class Generation:
 
 
 class Engine:
-    """Decodes with a target and, where `parts` brings them, a draft and an evictor.
+    """Decodes with a target, and with the draft, evictor, cache and selector of `parts`.
 
     Args:
         target: the frozen model.
-        parts: what a method brings (`MethodSpec.attach`); None decodes plainly.
-        limits: bounds on what a call may ask for.
+        parts: components of a method (`MethodSpec.attach`); None: plain decoding.
+        limits: upper bounds for a call.
         capture: decode from static buffers, which stay with the engine, and read tokens one cycle late; on
-            CUDA a cycle is then one graph. "auto": on CUDA, where draft and cache allow it. True: an error
-            where they do not, and the same code without graphs on a CPU.
+            CUDA each cycle is then one graph. "auto": on CUDA if draft and cache support it. True: an error
+            if they do not; on a CPU the same code without graphs.
 
     Raises:
-        ConflictError: `parts` brings an evictor beside a cache of its own or a selector, or a selector beside
-            a cache that reads no chosen rows.
+        ConflictError: `parts` has an evictor and a cache of its own or a selector, or a selector and a cache
+            that cannot read selected entries.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Engine:
         self.limits = limits or Limits()
         self.capture = capture
         self.costs = Costs()
-        """What cycles took where there was a choice of shapes; later calls start from it."""
+        """Measured cycle times of `decode=auto`; later calls start from them."""
         self._kept: CaptureBuffers | None = None
         if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
@@ -112,7 +112,7 @@ class Engine:
             )
         if self.parts.evictor is not None and self.parts.selector is not None:
             raise ConflictError(
-                f"parts '{self.parts.name}' evict rows ({self.parts.evictor.name}) and choose among all rows "
+                f"parts '{self.parts.name}' evict entries ({self.parts.evictor.name}) and select among all "
                 f"({self.parts.selector.name}); leave one out"
             )
 
@@ -136,27 +136,27 @@ class Engine:
 
         Args:
             prompts: token ids, lengths may differ.
-            max_new_tokens: most new tokens of each.
-            sampling: processors and seed; greedy by default.
-            shape: what to draft each cycle; None is a chain of 4 with a draft and plain decoding without one.
-                `PLAIN` decodes plainly although a draft is there. `AUTO`, or another `ShapeChoice`: as much
-                as pays, cycle by cycle. The law of the text stays as it is; of a chain whose children are
-                sampled, another text of that law may come out, since cycles then begin at other tokens.
-            stop: strings that end a text; it is cut right before them.
-            stop_ids: token ids that end a sequence; None takes the target's own.
+            max_new_tokens: most new tokens of each sequence.
+            sampling: logits processors and seed; greedy by default.
+            shape: shape of the drafted trees; None: a chain of 4 with a draft, plain decoding without one.
+                `PLAIN`: plain decoding although there is a draft. `AUTO`, or another `ShapeChoice`: chosen
+                cycle by cycle. The distribution of the text does not depend on it; with sampled chains the
+                text itself may, since cycles then begin at other tokens.
+            stop: strings that end a sequence; the text is cut right before them.
+            stop_ids: token ids that end a sequence; None: the target's own.
             ignore_eos: let no token id end a sequence.
-            min_new_tokens: the token ids that end a sequence are impossible among so many first tokens of
-                each: target and draft are told apart as if the target gave them no probability.
-            stream: called as (row, new tokens, whether each was drafted) whenever a sequence grows.
-            sequence_ids: what the random coins know a sequence by; None numbers the prompts. With the same
-                id, seed and settings a prompt gets the same text in any batch.
-            after: tokens that follow each prompt but are read after eviction, out of the evictor's sight (a
-                question, or what comes after a cached context); positions and text go on from them.
+            min_new_tokens: number of first tokens that cannot be one of the ids that end a sequence: the
+                target's probability of these ids is set to 0.
+            stream: called with (index of the sequence, new tokens, flags of the drafted ones).
+            sequence_ids: ids of the sequences in random draws; None: the indices of the prompts. With the
+                same id, seed and settings a prompt gets the same text in any batch.
+            after: tokens that follow each prompt but are read after eviction, unseen by the evictor (a
+                question after a cached context, say); positions and text continue from them.
 
         Raises:
-            ConfigError: a setting is wrong, or more is asked for than the limits or the target allow.
-            DataError: a prompt is empty or holds an id outside the vocabulary.
-            ArtifactError: the target's logits are not numbers.
+            ConfigError: a setting is wrong, or beyond the limits or the target's context.
+            DataError: a prompt is empty or has an id outside the vocabulary.
+            ArtifactError: the target's logits are not finite.
         """
         target = self.target
         shapes = self._shapes(shape, sampling)
@@ -167,73 +167,75 @@ class Engine:
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
         min_new = MinNewTokens(ids, min_new_tokens, target.device)
         out = Output(ending, len(prompts), stream)
-        coins = self._coins(sampling.seed, sequence_ids, len(prompts))
+        rng = self._rng(sampling.seed, sequence_ids, len(prompts))
 
         started_s = time.perf_counter()
         evictor, selector = self.parts.evictor, self.parts.selector
-        stage = self._stage(draft, shapes, max_new_tokens)
+        buffers = self._static_buffers(draft, shapes, max_new_tokens)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
-            stage.new_cache if stage and plain else self.new_cache,
+            buffers.new_cache if buffers and plain else self.new_cache,
             prompts,
             max_new_tokens=max_new_tokens,
             nodes=most_nodes,
             hidden=self.parts.hidden(drafts=draft is not None),
             evictor=evictor,
-            onlooker=onlooker(draft),
+            attention_observer=attention_observer(draft),
             after=after,
             sequence_ids=sequence_ids,
         )
-        stage = self._served(stage, read.cache)
-        if stage:
+        buffers = self._usable(buffers, read.cache)
+        if buffers:
             room = max_new_tokens + most_nodes
-            taken = stage.take_in(read.cache, room=room, selects=selector is not None)
+            taken = buffers.take_in(read.cache, room=room, selects=selector is not None)
             read = replace(read, cache=taken)
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
             if len(shapes) > 1 and (reserve := getattr(draft, "reserve", None)):
-                reserve(max(one.n_grown for one in shapes))  # or graphs of smaller shapes would not last
+                reserve(max(one.n_expanded for one in shapes))  # or graphs of smaller shapes would not last
         if selector:
             selector.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
-        root_B = _choose(first_BV, sampling, coins, cache.len_B)
+        root_B = next_token(first_BV, sampling, rng, cache.len_B)
         roots = root_B.tolist()
         _refuse_not_finite(first_BV, target)
         over = out.begin(roots)
         prefilled_s = time.perf_counter()
 
-        texts = stage.texts(cache.len_B) if stage else CycleState(cache.len_B)
-        texts.begin(root_B, coins, max_new_tokens)
+        texts = buffers.texts(cache.len_B) if buffers else CycleState(cache.len_B)
+        texts.begin(root_B, rng, max_new_tokens)
         texts.close(over)
 
         def cycles_of(one: TreeShape, drafts: bool) -> Cycles:
             own = draft if drafts else None
-            phases = Phases(target, cache, own, one, sampling, min_new, selector=selector, texts=texts)
-            if stage is None:
-                return Cycles(phases, captured=False)
-            return stage.cycles(phases, (one, own is not None, _constants(sampling, min_new)))
+            decode_step = DecodeStep(
+                target, cache, own, one, sampling, min_new, selector=selector, texts=texts
+            )
+            if buffers is None:
+                return Cycles(decode_step, captured=False)
+            return buffers.cycles(decode_step, (one, own is not None, _constants(sampling, min_new)))
 
-        def begin_anew() -> None:
+        def restart() -> None:
             assert draft is not None
             heads = zip(prompts, after or [()] * len(prompts), out.tokens, strict=True)
             whole = [[*prompt, *more, *new[:-1]] for prompt, more, new in heads]
             draft.start(*pad(whole, target.device), TargetStep(None, {}), cache)
 
         cycles = ShapeCycles(cycles_of, target.device)
-        kind = (len(prompts), stage is not None, _constants(sampling, min_new))
-        wakes = getattr(draft, "begins_anew", False)
-        control = Control(shapes, self.costs, kind, planned=max_new_tokens, wakes=wakes)
+        kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
+        restarts = getattr(draft, "begins_anew", False)
+        control = Control(shapes, self.costs, kind, planned=max_new_tokens, restarts=restarts)
         before = max(map(len, prompts)) + max(map(len, after or [()]))
-        late = int(stage is not None)
-        used = run_cycles(cycles, control, out, texts, begin_anew, before=before, late=late)
+        late = int(buffers is not None)
+        used = run_cycles(cycles, control, out, texts, restart, before=before, late=late)
         done_s = time.perf_counter()
 
         stats = Stats(
             rows=out.cycles,
             prompt_tokens=[len(prompt) for prompt in prompts],
-            kept_rows=read.kept_rows,
+            kept_entries=read.kept_entries,
             output_tokens=[len(tokens) for tokens in out.tokens],
             prefill_s=prefilled_s - started_s,
             decode_s=done_s - prefilled_s - cycles.capture_s,
@@ -247,7 +249,7 @@ class Engine:
         return Generation(out.tokens, stats, out.finish, out.texts(), out.drafted, read.kept)
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> KVCache:
-        """An empty cache for these parts, called as `Target.new_cache` is."""
+        """An empty cache for these parts; same arguments as `Target.new_cache`."""
         if self.parts.cache is not None:
             cache = self.parts.cache(batch, max_tokens, max_nodes)
             return cache if self.parts.selector is None else self.parts.selector.serves(cache)
@@ -256,15 +258,15 @@ class Engine:
         return self.target.new_cache(batch, max_tokens, max_nodes)
 
     def _shapes(self, asked: TreeShape | ShapeChoice | None, sampling: Sampling) -> tuple[TreeShape, ...]:
-        """What may be drafted in a cycle, smallest first.
+        """The shapes that cycles may have, smallest first.
 
         Raises:
-            ConfigError: something that cannot be drafted.
+            ConfigError: a shape that cannot be drafted.
         """
         draft = self.parts.draft
         if isinstance(asked, ShapeChoice):
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
-            if not asked.widths:  # nobody asked for those beyond the limits
+            if not asked.widths:  # shapes beyond the limits were not requested
                 shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
         else:
             shapes = (asked or (CHAIN if draft else PLAIN),)
@@ -272,18 +274,18 @@ class Engine:
             self.limits.check_shape(shape, draft)
             if shape.widths and self.parts.selector is not None and self.parts.selector.budget.every == 1:
                 raise ConfigError(
-                    f"shape {list(shape.widths)} with select.every=1: rows are chosen anew at each position, "
-                    "so that nothing drafted could be kept; pass select.every=8, say, or draft nothing"
+                    f"shape {list(shape.widths)} with select.every=1: entries are selected at each position, "
+                    "so that no draft could be accepted; pass select.every=8, say, or draft nothing"
                 )
         return shapes
 
-    def _stage(
+    def _static_buffers(
         self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int
     ) -> CaptureBuffers | None:
-        """Where captured cycles take place; None: every operator is launched by the host.
+        """The static buffers for captured cycles; None: the host launches every operator.
 
         Raises:
-            ConflictError: they must be captured and cannot be.
+            ConflictError: `capture=True`, and draft, selector, target or shape do not support it.
         """
         auto = self.capture == "auto"
         if not self.capture or (auto and (max_new_tokens < _WORTH or not _gains(self.target))):
@@ -306,45 +308,38 @@ class Engine:
             self._kept = CaptureBuffers(self.target)
         return None if reason else self._kept
 
-    def _served(self, stage: CaptureBuffers | None, cache: KVCache) -> CaptureBuffers | None:
-        """The stage, if this cache can be decoded from there.
+    def _usable(self, buffers: CaptureBuffers | None, cache: KVCache) -> CaptureBuffers | None:
+        """The static buffers, if this cache can be decoded from them, else None.
 
         Raises:
-            ConflictError: it must be captured and cannot be.
+            ConflictError: `capture=True`, and the cache does not support it.
         """
-        if stage is None or can_capture(cache):
-            return stage
+        if buffers is None or can_capture(cache):
+            return buffers
         if self.capture != "auto":
             raise ConflictError(
                 f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (its "
-                "layers or KV heads hold different numbers of rows); pass capture=False or 'auto', or evict "
-                "evenly"
+                "layers or KV heads have different numbers of entries); pass capture=False or 'auto', or "
+                "evict evenly"
             )
         return None
 
-    def _coins(self, seed: int, ids: Sequence[int] | None, batch: int) -> HashCoins:
-        """Coins for one sequence id a prompt."""
+    def _rng(self, seed: int, ids: Sequence[int] | None, batch: int) -> HashRng:
+        """Random draws keyed by one sequence id for each prompt."""
         ids = range(batch) if ids is None else ids
         if len(ids) != batch:
             raise ConfigError(f"{len(ids)} sequence_ids for {batch} prompts; pass one each")
-        return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
-
-
-def _choose(logits_BV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:
-    """The first new token of each row, as `verify` would choose it."""
-    return (
-        logits_BV.argmax(-1) if sampling.greedy else coins.draw(probs(logits_BV, sampling), pos_B, "target")
-    )
+        return HashRng(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
 
 
 def _logits(step: TargetStep) -> Tensor:
-    """Logits that were asked for."""
+    """The step's logits, which were requested."""
     assert step.logits_BTV is not None
     return step.logits_BTV
 
 
 def _refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
-    """Refuse to go on from logits of which one is NaN or infinite: what follows would be no model's text.
+    """Refuse logits that are NaN or infinite.
 
     Raises:
         ArtifactError: the target's weights are damaged, or its dtype too narrow for them.
@@ -357,7 +352,7 @@ def _refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
 
 
 def _gains(target: Target) -> bool:
-    """Whether static buffers are faster there: on CUDA, where attention over them has a kernel, unsharded."""
+    """True if static buffers are faster: on CUDA with a kernel for attention over them, and not sharded."""
     if target.device.type != "cuda" or target.shards is not None:
         return False
     probe = torch.empty(1, 1, 1, target.info.head_dim, dtype=target.dtype, device=target.device)
@@ -365,6 +360,6 @@ def _gains(target: Target) -> bool:
 
 
 def _constants(sampling: Sampling, min_new: MinNewTokens) -> Hashable:
-    """What is built into a graph of a cycle beside its shape; the seed is not."""
+    """Constants of a cycle's graph beside its shape; the seed is not one."""
     ids = tuple(min_new.ids.tolist()) if min_new.tokens else ()
     return replace(sampling, seed=0), min_new.tokens, ids

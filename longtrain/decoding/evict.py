@@ -1,12 +1,12 @@
-"""What eviction is made of: a budget, the rows to keep, and the prompt's run that a policy may look at.
+"""Building blocks of eviction: the budget, the entries to keep, and the prefilled prompts that a policy sees.
 
-Shapes: L layers, B batch, S prompt tokens, K kept rows, H query heads, G KV heads, D head dim, V vocabulary,
-N observing rows.
+Shapes: L layers, B batch, S prompt tokens, K kept entries, H query heads, G KV heads, D head dim, V
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.evicted import compact
-from longtrain.decoding.sampling import HashCoins, Sampling, probs
+from longtrain.decoding.sampling import HashRng, Sampling, next_token
 from longtrain.errors import ConfigError, ConflictError, refusal
-from longtrain.targets.attention import Watch
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.attention import AttentionHook
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 _TOLERANCE = 1e-6
-"""How far a product may lie below a whole number and count as it; far above its rounding error."""
+"""Added to a product before it is rounded down; far above its rounding error."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Rows kept of each layer and KV head, on average: a number of tokens, or a share of the prompt.
+    """KV entries kept for each layer and KV head, on average: a number, or a share of the prompt.
 
     Args:
-        tokens: rows; None where `ratio` is given.
-        ratio: share of the prompt kept, above 0 and at most 1; None where `tokens` is given.
+        tokens: number of entries; None if `ratio` is given.
+        ratio: share of the prompt, above 0 and at most 1; None if `tokens` is given.
 
     Raises:
         ConfigError: neither or both are given, or a value out of range.
@@ -57,10 +57,10 @@ class Budget:
             raise refusal(ConfigError, f"evict.budget_ratio={self.ratio}", "above 0, at most 1")
 
     def of(self, length: int) -> int:
-        """Rows for a prompt of `length` tokens; at least 1. Above `length`: nothing is evicted.
+        """Entries for a prompt of `length` tokens, at least 1; above `length` nothing is evicted.
 
-        A share is rounded down, decimal fractions as they are written: 0.29 of 100 is 29, although the
-        product of the binary fractions lies a little below.
+        A share is rounded down as a decimal fraction: 0.29 of 100 is 29, although the product of the binary
+        fractions is slightly below.
         """
         if self.tokens is not None:
             return self.tokens
@@ -69,22 +69,22 @@ class Budget:
 
 @dataclass(frozen=True)
 class Keep:
-    """Rows of the prompt that stay, for every layer, sequence and KV head.
+    """KV entries of the prompt that remain, for every layer, sequence and KV head.
 
     Args:
-        idx_LBGK: positions, int64 on the device, ascending over the first `n` of each; what follows is 0.
-        n_LBG: how many, int64 *on the host*: a policy whose counts depend on scores pays the one read here.
+        idx_LBGK: positions, int64 on the device, the first `n` of each ascending, then 0.
+        n_LBG: their number, int64 *on the host*: a policy whose counts depend on scores reads them back once.
     """
 
     idx_LBGK: Tensor
     n_LBG: Tensor
 
     def mask(self, length: int, *, sequence: int = 0) -> Tensor:
-        """Whether each row of a prompt stays, for every layer and KV head: bool [L, G, S], on the host.
+        """Mask of the entries that remain, for every layer and KV head: bool [L, G, S], on the host.
 
         Args:
             length: S, the prompt's tokens.
-            sequence: the prompt's number in the batch.
+            sequence: index of the prompt in the batch.
         """
         idx_LGK, n_LG1 = self.idx_LBGK[:, sequence].cpu(), self.n_LBG[:, sequence, :, None]
         stays_LGK = torch.arange(idx_LGK.shape[-1]) < n_LG1
@@ -93,52 +93,52 @@ class Keep:
 
 
 class Evictor(Protocol):
-    """Chooses, once after prefill, what of the cache stays: LookaheadKV, SnapKV, KVzip."""
+    """Chooses the KV entries that remain, once after prefill: LookaheadKV, SnapKV, KVzip."""
 
     @property
     def name(self) -> str:
-        """For messages and tables."""
+        """Name in messages and tables."""
 
-    def extra_rows(self, longest: int) -> int:
-        """Tail rows that `select` needs in the prompt's cache beyond the prompt (pseudo answers, say)."""
+    def extra_tokens(self, longest: int) -> int:
+        """Cache positions beyond the prompt that `select` needs (for pseudo answers, say)."""
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """What is to see the prefill's queries, keys and values (right-padded to the longest); None: nothing.
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        """A hook for the prefill's queries, keys and values (right-padded to the longest prompt), or None.
 
-        It is made anew for every prefill and handed back in `PromptRun.watched`.
+        Called before every prefill; the hook is passed back in `PromptRun.watched`.
         """
 
     def select(self, run: PromptRun) -> Keep | None:
-        """Which rows stay; None where every prompt fits its budget, which leaves the cache as it is."""
+        """The entries that remain; None if every prompt fits its budget, which leaves the cache unchanged."""
 
 
 @runtime_checkable
 class GoingOn(Protocol):
-    """An evictor that can go on evicting while the text grows."""
+    """An evictor that can evict during decoding too."""
 
     decoding: bool
-    """Whether it does."""
+    """True if this evictor keeps evicting during decoding."""
 
     def thinning(self, run: PromptRun, keep: Keep, *, nodes: int) -> ThinningCache:
-        """The cache that decoding goes on from; `nodes`: most rows of a step."""
+        """The cache for decoding; `nodes`: most tokens of a step."""
 
 
 @dataclass
 class PromptRun:
-    """A prefilled batch, as an evictor sees it. The cache holds every prompt whole and is not to be changed
-    but through the methods here.
+    """A prefilled batch, as an evictor sees it. The cache has all entries of the prompts, and must only be
+    changed by the methods here.
 
     Args:
         target: the frozen model.
         cache: the prompts' cache, committed.
-        lengths: tokens of each prompt, on the host.
+        lengths: number of tokens of each prompt, on the host.
         tokens_BS: prompts, right-padded.
         n_B: `lengths` on the device.
-        root_B: the first answer token of each prompt, as the target chooses it greedily.
-        watched: what `Evictor.watch` gave for this prefill.
-        max_new_tokens: most tokens of the answer that is to come.
-        logits_BV: logits of the first answer token; needed where an answer is sampled.
-        sequence_ids: what the coins of a sampled answer know each prompt by; None numbers the prompts.
+        root_B: first answer token of each prompt, chosen greedily.
+        watched: the hook that `Evictor.hook` returned for this prefill.
+        max_new_tokens: most tokens of the answer.
+        logits_BV: logits of the first answer token; needed to sample an answer.
+        sequence_ids: ids of the sequences in random draws; None: the indices of the prompts.
     """
 
     target: Target
@@ -147,101 +147,97 @@ class PromptRun:
     tokens_BS: Tensor
     n_B: Tensor
     root_B: Tensor
-    watched: Watch | None = None
+    watched: AttentionHook | None = None
     max_new_tokens: int = 0
     logits_BV: Tensor | None = None
     sequence_ids: Sequence[int] | None = None
 
-    def follow(self, tokens: Sequence[Sequence[int]], watch: Watch) -> None:
-        """Run more rows after each prompt (teacher-forced, right-padded) and forget them again.
+    def follow(self, tokens: Sequence[Sequence[int]], hook: AttentionHook) -> None:
+        """Run more tokens after each prompt (teacher-forced, right-padded) without committing them.
 
         Args:
-            tokens: rows of each prompt; their positions go on from the prompt's length.
-            watch: sees their queries, keys and values, [B, ., T, D]; told how many rows of each prompt are
-                real if it has a `count` (`observe.AllQueries`).
+            tokens: tokens after each prompt; positions continue from the prompt's length.
+            hook: hook that gets their queries, keys and values, [B, ., T, D]; its `count`, if it has one, is
+                called with the number of real tokens of each prompt (`observe.AllQueries`).
 
         Raises:
-            ConfigError: not one list a prompt, no rows at all, or more than the cache has room for.
+            ConfigError: not one list for each prompt, no tokens at all, or more than the cache has room for.
         """
-        counts, T = [len(rows) for rows in tokens], max(map(len, tokens), default=0)
+        counts, T = [len(one) for one in tokens], max(map(len, tokens), default=0)
         if len(counts) != len(self.lengths) or T == 0:
             raise refusal(
                 ConfigError,
-                f"rows of {counts} tokens to follow {len(self.lengths)} prompts",
+                f"lists of {counts} tokens to follow {len(self.lengths)} prompts",
                 "one list a prompt, one of them not empty",
             )
-        ids_BT = torch.tensor([[*rows, *[0] * (T - len(rows))] for rows in tokens])
+        ids_BT = torch.tensor([[*one, *[0] * (T - len(one))] for one in tokens])
         pos_BT = self.n_B[:, None] + torch.arange(T, device=self.n_B.device)
-        rows = Rows(pos_BT, ids_BT.to(self.n_B.device, non_blocking=True))
-        self.target.forward(rows, self.cache, want=Want("none"), watch=watch)  # not committed: forgotten
-        _count(watch, counts)
+        batch = TokenBatch(pos_BT, ids_BT.to(self.n_B.device, non_blocking=True))
+        self.target.forward(
+            batch, self.cache, outputs=OutputRequest("none"), hook=hook
+        )  # not committed: the next step overwrites it
+        _count(hook, counts)
 
     def decode(
         self,
         n_tokens: int,
         *,
         keep: Keep | None = None,
-        watch: Watch | None = None,
+        hook: AttentionHook | None = None,
         sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Continue each prompt and forget it again: the first `n_tokens` of the answer.
+        """Decode the first `n_tokens` of each prompt's answer, and rewind the cache.
 
         Args:
-            n_tokens: tokens, 1 or more; of a sequence that ends earlier what there is, its end included.
-            keep: decode on a copy with these rows alone (LAQ); None: on the whole cache (oracle).
-            watch: sees the queries, keys and values of every token of the answer, a call a token and layer
-                (T = 1); told how many tokens of each prompt are real if it has a `count`.
-            sampling: how tokens are chosen; None: greedily.
+            n_tokens: number of tokens, 1 or more; a sequence that ends earlier gives fewer, its end included.
+            keep: decode on a copy of the cache with these entries only (LAQ); None: on the whole cache.
+            hook: hook that gets the queries, keys and values of every answer token, one call for each token
+                and layer (T = 1); its `count`, if it has one, gets the number of real tokens of each prompt.
+            sampling: logits processors; None: greedy.
 
         Raises:
-            ConflictError: sampling is asked for and the first token's logits were not kept.
-            ConfigError: the cache has no room for so many rows (`Evictor.extra_rows`).
+            ConflictError: an answer is to be sampled, and there are no logits of the first token.
+            ConfigError: the cache has no room for so many tokens (`Evictor.extra_tokens`).
         """
         cache: KVCache = self.cache
         if keep is not None:
             cache = compact(self.cache, keep, self.lengths, room=n_tokens)
-        choose = self._chooser(sampling)
+        sampling = sampling or Sampling()
+        ids = range(len(self.lengths)) if self.sequence_ids is None else self.sequence_ids
+        rng = HashRng(sampling.seed, torch.tensor(list(ids), dtype=torch.int64, device=self.n_B.device))
         first_B = self.root_B
-        if sampling is not None and not sampling.greedy:
+        if not sampling.greedy:
             if self.logits_BV is None:
                 raise ConflictError("an answer is sampled from logits, and this run has none; pass logits_BV")
-            first_B = choose(self.logits_BV, self.n_B)
+            first_B = next_token(self.logits_BV, sampling, rng, self.n_B)
         steps_BT, pos_B = [first_B], self.n_B.clone()
         one_B = torch.ones_like(pos_B)
         texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
         while True:
-            if watch is None and (len(steps_BT) == n_tokens or all(over for _, over in texts)):
+            if hook is None and (len(steps_BT) == n_tokens or all(over for _, over in texts)):
                 break
-            rows = Rows(pos_B[:, None], steps_BT[-1][:, None])
-            step = self.target.forward(rows, cache, want=Want("last"), watch=watch)
+            batch = TokenBatch(pos_B[:, None], steps_BT[-1][:, None])
+            step = self.target.forward(batch, cache, outputs=OutputRequest("last"), hook=hook)
             cache.commit(None, one_B)
             if len(steps_BT) == n_tokens or all(over for _, over in texts):
                 break
             assert step.logits_BTV is not None
             pos_B = pos_B + 1
-            steps_BT.append(choose(step.logits_BTV[:, -1], pos_B))
+            steps_BT.append(next_token(step.logits_BTV[:, -1], sampling, rng, pos_B))
             if len(steps_BT) % _READ == 0 or len(steps_BT) == n_tokens:
                 texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
         if keep is None:
             self.cache.rewind(self.lengths)
-        _count(watch, [len(text) for text, _ in texts])
+        _count(hook, [len(text) for text, _ in texts])
         return [text for text, _ in texts]
-
-    def _chooser(self, sampling: Sampling | None) -> Callable[[Tensor, Tensor], Tensor]:
-        """(logits_BV, position_B) -> token_B."""
-        if sampling is None or sampling.greedy:
-            return lambda logits_BV, pos_B: logits_BV.argmax(-1)
-        ids = range(len(self.lengths)) if self.sequence_ids is None else self.sequence_ids
-        coins = HashCoins(sampling.seed, torch.tensor(list(ids), dtype=torch.int64, device=self.n_B.device))
-        return lambda logits_BV, pos_B: coins.draw(probs(logits_BV, sampling), pos_B, "target")
 
 
 _READ = 8
-"""Decoding steps between two looks at whether every sequence is over."""
+"""Decoding steps between two checks for the end of all sequences (each check reads from the device)."""
 
 
 def _cut(tokens_BT: Tensor, eos_ids: Sequence[int]) -> list[tuple[list[int], bool]]:
-    """Tokens up to the first that ends a text, and whether there is one."""
+    """Tokens up to the first end-of-sequence id, and True if there is one."""
     found = []
     for tokens in tokens_BT.tolist():
         ends = [at for at, token in enumerate(tokens) if token in eos_ids]
@@ -249,8 +245,8 @@ def _cut(tokens_BT: Tensor, eos_ids: Sequence[int]) -> list[tuple[list[int], boo
     return found
 
 
-def _count(watch: Watch | None, rows: list[int]) -> None:
-    """Tell a watch that asks how many rows of each prompt are real."""
-    count = getattr(watch, "count", None)
+def _count(hook: AttentionHook | None, counts: list[int]) -> None:
+    """Pass the number of real tokens of each prompt to a hook with a `count`."""
+    count = getattr(hook, "count", None)
     if count is not None:
-        count(rows)
+        count(counts)

@@ -1,4 +1,4 @@
-"""What may be asked of an engine, checked before anything is computed."""
+"""Limits of a call of the engine, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longtrain.targets.info import TargetInfo
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one call of `Engine.generate` may ask for; its cache is made to measure.
+    """Upper bounds for one call of `Engine.generate`, whose cache is allocated for the requested sizes.
 
     Args:
         batch: sequences.
@@ -57,42 +57,43 @@ class Limits:
         info: TargetInfo,
         after: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Refuse prompts, and what is read after them, that do not fit these limits or the target.
+        """Refuse prompts, and tokens to read after them, that do not fit these limits or the target.
 
         Raises:
-            ConfigError: too many or too long, `max_new_tokens` is not positive, or not one `after` a prompt.
-            DataError: one is empty or holds an id outside the vocabulary.
+            ConfigError: too many or too long, `max_new_tokens` is not positive, or not one `after` for each
+                prompt.
+            DataError: a prompt is empty or has an id outside the vocabulary.
         """
         if not 1 <= len(prompts) <= self.batch:
             raise refusal(ConfigError, f"{len(prompts)} prompts", f"1 to {self.batch} (limits.batch)")
         if max_new_tokens < 1:
             raise refusal(ConfigError, f"max_new_tokens={max_new_tokens}", "1 or more")
         if after is not None and len(after) != len(prompts):
-            raise ConfigError(f"{len(after)} rows after {len(prompts)} prompts; pass one each")
-        for row, prompt in enumerate(prompts):
+            raise ConfigError(f"{len(after)} token lists after {len(prompts)} prompts; pass one each")
+        for i, prompt in enumerate(prompts):
             if not prompt:
-                raise DataError(f"prompt {row} is empty; give it at least one token, a begin-of-text id say")
+                raise DataError(f"prompt {i} is empty; give it at least one token, a begin-of-text id say")
             if after is not None:
-                if not after[row]:
-                    raise DataError(f"after[{row}] is empty; give it at least one token, or pass after=None")
-                prompt = [*prompt, *after[row]]
+                if not after[i]:
+                    raise DataError(f"after[{i}] is empty; give it at least one token, or pass after=None")
+                prompt = [*prompt, *after[i]]
             for token in (min(prompt), max(prompt)):
                 if not 0 <= token < info.vocab_size:
                     raise refusal(
                         DataError,
-                        f"prompt {row} holds token id {token}",
+                        f"prompt {i} has token id {token}",
                         f"0 to {info.vocab_size - 1}, the ids of target '{info.name}'",
                     )
             for what, most in (("limits.tokens", self.tokens), ("the target's context", info.max_positions)):
                 if len(prompt) + max_new_tokens > most:
                     raise ConfigError(
-                        f"prompt {row} of {len(prompt)} tokens plus max_new_tokens={max_new_tokens} exceed "
+                        f"prompt {i} of {len(prompt)} tokens plus max_new_tokens={max_new_tokens} exceed "
                         f"{what} of {most}; shorten one of them"
                     )
 
 
-def check_tree(tree: TokenTree, shape: TreeShape, batch: int) -> None:
-    """Refuse a draft's tree that is not of the shape asked for.
+def check_drafted(tree: TokenTree, shape: TreeShape, batch: int) -> None:
+    """Refuse a draft's tree that does not have the requested shape.
 
     Raises:
         ConfigError: it has another size.

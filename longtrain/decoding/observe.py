@@ -1,9 +1,9 @@
-"""Watches that keep queries: those of each prompt's last rows, and those of rows run after the prompts.
+"""Hooks that store queries: of each prompt's last tokens, and of tokens run after the prompts.
 
-Rows of all prompts stand one after the other (N), as `kernels.importance` wants them. A prompt no longer than
-the window is left out: its rows see no prefix, and it fits any budget.
-Shapes: L layers, B prompts, T new rows, N observing rows of all prompts, H query heads, G KV heads, D head
-dim, S slots.
+The queries of all prompts are concatenated (N), as `kernels.importance` takes them. A prompt no longer than
+the window is left out: its queries see no prefix, and it fits any budget.
+Shapes: L layers, B prompts, T new tokens, N observing queries of all prompts, H query heads, G KV heads, D
+head dim, S cache positions.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class Observers(Protocol):
-    """Observing rows of every layer: what scores are made of."""
+    """The observing queries of every layer, from which scores are computed."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Queries q_NHD and the rows' own keys own_k_NGD, after RoPE."""
+        """Queries q_NHD and the keys own_k_NGD of the same tokens, after RoPE."""
 
     def spans(self) -> list[Span]:
-        """Which of the N rows belong to which prompt, and the prefix they see."""
+        """The range of queries of each prompt, and the prefix that they see."""
 
 
 class LastQueries:
-    """Keeps the last `window` queries and keys of each prompt; a watch of the prefill.
+    """Stores the last `window` queries and keys of each prompt; a hook for the prefill.
 
     Args:
         lengths: prompt tokens, on the host.
-        window: rows kept of a prompt.
+        window: number of queries of each prompt.
     """
 
     def __init__(self, lengths: Sequence[int], window: int) -> None:
@@ -46,7 +46,7 @@ class LastQueries:
         self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Copy the rows: a view would hold the whole prompt's queries."""
+        """Copy the last queries and keys: a view would keep the whole prompt's queries in memory."""
         q, k = q_BHTD.transpose(1, 2), k_BGTD.transpose(1, 2)
         ends = [(b, at, at + n) for b, (at, n) in enumerate(zip(self.prefix, self.rows, strict=True))]
         self._kept[layer] = (
@@ -55,7 +55,7 @@ class LastQueries:
         )
 
     def narrowed(self, window: int) -> LastQueries:
-        """The last `window` of these rows, of a window that is no smaller; it shares their memory."""
+        """The last `window` of these queries, which are at least as many; shares their memory."""
         found = LastQueries([p + n for p, n in zip(self.prefix, self.rows, strict=True)], 0)
         found.rows = [min(window, n) for n in self.rows]
         found.prefix = [p + n - m for p, n, m in zip(self.prefix, self.rows, found.rows, strict=True)]
@@ -80,7 +80,7 @@ class LastQueries:
 
 
 class AllQueries:
-    """Keeps every query and key of the rows run after the prompts (`PromptRun.follow`, `decode`).
+    """Stores every query and key of the tokens run after the prompts (`PromptRun.follow`, `decode`).
 
     Args:
         lengths: prompt tokens, on the host.
@@ -92,11 +92,11 @@ class AllQueries:
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Keep the rows; those of a later call come after those of an earlier one."""
+        """Append the call's queries and keys to those of earlier calls."""
         self._kept.setdefault(layer, []).append((q_BHTD.transpose(1, 2), k_BGTD.transpose(1, 2)))
 
     def count(self, rows: Sequence[int]) -> None:
-        """Say how many rows of each prompt are real; the others (padding, after the end) are left out."""
+        """Set the number of real tokens of each prompt; the others (padding, after the end) are dropped."""
         self.rows = list(rows)
 
     def pieces(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -119,11 +119,11 @@ class AllQueries:
 
 
 class Both:
-    """The last rows of each prompt and the rows that follow it, as one window (SpecKV, LAQ++).
+    """The last tokens of each prompt and the tokens after it, as one window (SpecKV, LAQ++).
 
     Args:
-        last: the last rows of the prefill.
-        following: the rows after it.
+        last: queries of the prompts' last tokens.
+        following: queries of the tokens after them.
     """
 
     def __init__(self, last: LastQueries, following: AllQueries) -> None:
@@ -147,24 +147,24 @@ class Both:
 
 def observed(
     run: PromptRun,
-    rows: Observers,
+    observers: Observers,
     *,
     reduce: Literal["mean", "max"] = "mean",
     heads: Literal["mean", "max"] = "mean",
 ) -> Tensor:
-    """Attention that the observing rows give the prompt's keys in every layer: s_LBGS, fp32.
+    """Attention of the observing queries to the prompt's keys, in every layer: s_LBGS, fp32.
 
     Args:
         run: the prefilled prompts.
-        rows: who observes; all layers must have been seen.
-        reduce: over the rows.
-        heads: over the query heads of a KV head.
+        observers: the observing queries of all layers.
+        reduce: reduction over queries.
+        heads: reduction over the query heads of a KV head.
 
     Returns:
         Zero outside the spans' prefixes.
     """
     info = run.target.info
-    spans, longest = rows.spans(), max(run.lengths)
+    spans, longest = observers.spans(), max(run.lengths)
     shape = (len(run.lengths), info.n_kv_heads, longest)
     found = []
     for layer in range(info.n_layers):
@@ -172,7 +172,7 @@ def observed(
             found.append(torch.zeros(shape, device=run.tokens_BS.device))
             continue
         k_BTGD = run.cache.prefix(layer)[0][:, :longest]
-        q_NHD, own_k_NGD = rows.layer(layer)
+        q_NHD, own_k_NGD = observers.layer(layer)
         scale = info.head_dim**-0.5
         lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
         s_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
@@ -181,12 +181,12 @@ def observed(
 
 
 def _joined(q: list[Tensor], k: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The prompts' pieces one after the other."""
+    """Queries and keys of all prompts, concatenated."""
     return (q[0], k[0]) if len(q) == 1 else (torch.cat(q), torch.cat(k))
 
 
 def _spans(rows: Sequence[int], prefix: Sequence[int]) -> list[Span]:
-    """Spans of the prompts that have rows."""
+    """Spans of the prompts that have observing queries."""
     bounds = pairwise(accumulate(rows, initial=0))
     return [
         Span((start, stop), b, (0, n))

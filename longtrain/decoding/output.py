@@ -1,4 +1,4 @@
-"""The host's side of decoding: the texts as they grow, where they end, and what each cycle gave."""
+"""Output of decoding on the host: tokens of each sequence, end conditions, and a record of each cycle."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, refusal
 
 Stream: TypeAlias = Callable[[int, list[int], list[bool]], None]
-"""Called with (row, new tokens, whether each was drafted) whenever a sequence grows."""
+"""Called for new tokens of a sequence with (index of the sequence, tokens, flags of the drafted ones)."""
 
 
 class Decodes(Protocol):
-    """The one thing asked of a tokenizer here."""
+    """The part of a tokenizer that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        """The text of some tokens."""
+        """Decode tokens to text."""
 
 
 class Emitted(NamedTuple):
-    """What a cycle gives one text, before the text's end is looked for.
+    """Tokens of one sequence in a cycle, before its end conditions are checked.
 
     Args:
         tokens: accepted drafts, and one token after them.
-        accepted: drafts that the target accepted: one fewer than the tokens, or no fewer than these where the
-            cache's limit put some off to the next cycle (`KVCache.commit_limit`).
+        accepted: number of accepted drafts: one fewer than the tokens, or more if the cache's limit deferred
+            some to the next cycle (`KVCache.commit_limit`).
     """
 
     tokens: list[int]
@@ -35,22 +35,22 @@ class Emitted(NamedTuple):
 
     @property
     def put_off(self) -> int:
-        """Tokens that the cycle found and the text has to wait for."""
+        """Number of accepted tokens that are deferred to the next cycle."""
         return self.accepted + 1 - len(self.tokens)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """When a sequence is over.
+    """End conditions of a sequence.
 
-    A stop string is looked for in the decoded text, so it may begin and end inside tokens. The tokens up to
-    the one that completes it are kept; the text is cut right before it.
+    Stop strings are searched in the decoded text, so one may begin and end inside tokens. The tokens up to
+    the one that completes it remain; the text is cut right before it.
 
     Args:
         max_new_tokens: most tokens of a sequence.
-        stop_ids: token ids that end a sequence; the token itself is kept as the last one, not in the text.
+        stop_ids: token ids that end a sequence; the token is the last of the sequence, and not in its text.
         stop: stop strings.
-        tokenizer: decodes for stop strings and texts; None where there are neither.
+        tokenizer: decodes tokens for stop strings and texts; None if neither is needed.
 
     Raises:
         ConfigError: a stop string is empty, or there is no tokenizer for them.
@@ -70,14 +70,15 @@ class Ending:
             )
 
     def find(self, tokens: list[int], new: int) -> tuple[int, str]:
-        """Where a sequence ends.
+        """Find the end of a sequence.
 
         Args:
             tokens: the sequence, uncut.
-            new: how many at its end have not been looked at before.
+            new: number of tokens at its end that no earlier call has checked.
 
         Returns:
-            Its length, and why it ends there: `stop_id`, `stop_string`, `length`, or "" if it goes on.
+            Its length, and the reason of its end: `stop_id`, `stop_string`, `length`, or "" if it is
+            unfinished.
         """
         first = len(tokens) - new
         end, why = len(tokens), ""
@@ -94,7 +95,7 @@ class Ending:
         return end, why
 
     def text(self, tokens: list[int], why: str) -> str | None:
-        """The text of a finished sequence, without what ended it; None without a tokenizer."""
+        """The text of a finished sequence, without its stop id or stop string; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self._decode(tokens[:-1] if why == "stop_id" else tokens)
@@ -102,7 +103,7 @@ class Ending:
         return text[: min(found)] if found else text
 
     def _stops(self, tokens: list[int], new: int) -> bool:
-        """Whether a stop string ends within the last `new` tokens; a token holds at least one byte of it."""
+        """True if a stop string ends within the last `new` tokens. A token has at least one byte."""
         longest = max(len(stop.encode()) for stop in self.stop)
         text = self._decode(tokens[-(new + longest + 1) :])
         return any(stop in text for stop in self.stop)
@@ -113,7 +114,7 @@ class Ending:
 
 @dataclass
 class Output:
-    """The sequences of one call: tokens, cycles and reasons to end, a row each."""
+    """Tokens, cycles and end reasons of all sequences of one call, indexed by sequence."""
 
     ending: Ending
     rows: int
@@ -131,20 +132,20 @@ class Output:
 
     @property
     def done(self) -> bool:
-        """Whether every sequence is over."""
+        """True if every sequence is finished."""
         return all(self.finish)
 
     def lengths(self) -> list[int]:
-        """New tokens so far of each sequence that is not over, or of all where all are over."""
+        """New tokens so far of each unfinished sequence, or of all if all are finished."""
         counts = [len(tokens) for tokens in self.tokens]
         return [count for count, end in zip(counts, self.finish, strict=True) if not end] or counts
 
     def begin(self, first_B: list[int]) -> list[int]:
-        """Take in prefill's token of each row; returns the rows that it ends."""
+        """Add the token that prefill gave to each sequence; returns the sequences that end with it."""
         return [row for row, token in enumerate(first_B) if self._extend(row, [token], drafted=0)[1]]
 
     def take(self, emitted: list[Emitted], shape: TreeShape) -> list[int]:
-        """Take in what a cycle of a shape emitted, row by row; returns the rows that it ends."""
+        """Add each sequence's tokens of a cycle of a shape; returns the sequences that end in it."""
         over = []
         for row, new in enumerate(emitted):
             if self.finish[row]:
@@ -167,12 +168,16 @@ class Output:
         return over
 
     def texts(self) -> list[str] | None:
-        """The text of each row, or None without a tokenizer."""
+        """The text of each sequence, or None without a tokenizer."""
         texts = [self.ending.text(tokens, why) for tokens, why in zip(self.tokens, self.finish, strict=True)]
         return None if self.ending.tokenizer is None else [text or "" for text in texts]
 
     def _extend(self, row: int, new: list[int], *, drafted: int) -> tuple[int, str]:
-        """Add tokens, the first of them drafts, up to the end; how many were kept, and why it is over."""
+        """Add tokens up to the sequence's end, the first `drafted` of them drafts.
+
+        Returns:
+            the number of tokens added, and the reason of the end, empty if there is none.
+        """
         tokens = self.tokens[row]
         before = len(tokens)
         tokens.extend(new)

@@ -1,4 +1,4 @@
-"""From prompts to a cache that decoding can go on from: prefill, eviction, and rows kept out of its view.
+"""Prefill: reads prompts into a cache, evicts, and appends tokens that the evictor must not see.
 
 Shapes: B batch, S prompt tokens, T tokens after eviction, E hidden dim.
 """
@@ -17,9 +17,9 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
 from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
-from longtrain.decoding.roles import Onlooker
-from longtrain.targets.attention import Inputs, Watch
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.decoding.roles import AttentionObserver
+from longtrain.targets.attention import AttentionHook, Inputs
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts that were read.
+    """Result of a prefill.
 
     Args:
-        cache: committed; holds less than the prompts after eviction.
-        tokens_BS: everything read, right-padded.
-        n_B: how many of each.
-        step: logits of each last token; hidden states of everything read.
-        full_bytes: bytes of the cache before eviction, as decoding without an evictor would have it; rows
-            that only the evictor needs (pseudo answers) are not counted.
-        kept_rows: rows of each prompt in the cache after it, mean over layers and KV heads.
-        forwards: how many forwards of the target there were.
-        kept: which rows eviction kept; None where nothing was evicted.
+        cache: committed; smaller than the prompts after eviction.
+        tokens_BS: all tokens read, right-padded.
+        n_B: number of tokens of each sequence.
+        step: logits of each last token; hidden states of all tokens.
+        full_bytes: bytes of the cache before eviction, without positions that only the evictor needs (pseudo
+            answers).
+        kept_entries: KV entries of each prompt after eviction, mean over layers and KV heads.
+        forwards: number of target forwards.
+        kept: the entries that remain; None: nothing was evicted.
     """
 
     cache: KVCache
@@ -46,7 +46,7 @@ class Prefilled:
     n_B: Tensor
     step: TargetStep
     full_bytes: int
-    kept_rows: list[float]
+    kept_entries: list[float]
     forwards: int
     kept: Keep | None = None
 
@@ -60,38 +60,38 @@ def prefill(
     nodes: int,
     hidden: tuple[int, ...] = (),
     evictor: Evictor | None = None,
-    onlooker: Onlooker | None = None,
+    attention_observer: AttentionObserver | None = None,
     after: Sequence[Sequence[int]] | None = None,
     sequence_ids: Sequence[int] | None = None,
 ) -> Prefilled:
-    """Read the prompts in one forward, evict, and read what comes after.
+    """Read the prompts in one forward, evict, and read the tokens that follow.
 
     Args:
         target: the frozen model.
         new_cache: makes the cache of the prompts (`Target.new_cache`).
-        prompts: token ids, checked.
-        max_new_tokens: positions to be committed later on.
-        nodes: most rows of a later step.
-        hidden: layers whose output is wanted.
-        evictor: chooses what of the prompts stays; it sees nothing of `after`.
-        onlooker: sees the prompts, whole, and `after`.
-        after: rows of each sequence that follow its prompt, none empty.
-        sequence_ids: what random coins know a sequence by; None numbers the prompts.
+        prompts: token ids, already checked.
+        max_new_tokens: positions to be committed later.
+        nodes: most tokens of a later step.
+        hidden: layers whose outputs are returned.
+        evictor: chooses the prompts' entries that remain; it does not see `after`.
+        attention_observer: a draft that observes the whole prompts and `after`.
+        after: tokens that follow each prompt, none empty.
+        sequence_ids: ids of the sequences in random draws; None: the indices of the prompts.
     """
     lengths, device = tuple(map(len, prompts)), target.device
     room = max_new_tokens + (max(map(len, after)) if after else 0)
-    extra = evictor.extra_rows(max(lengths)) if evictor else 0
+    extra = evictor.extra_tokens(max(lengths)) if evictor else 0
     scratch = max(0, extra - room - nodes)
     cache = new_cache(len(prompts), max(lengths) + room, nodes + scratch)
     tokens_BS, n_B = pad(prompts, device)
-    watch = evictor.watch(lengths) if evictor else None
-    looking = onlooker.watch_prompts(lengths) if onlooker else None
+    hook = evictor.hook(lengths) if evictor else None
+    looking = attention_observer.prompt_hook(lengths) if attention_observer else None
     pos_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
-    want = Want("last", hidden)
-    rows = Rows(pos_BS, tokens_BS, n_B=n_B)
-    step = target.forward(rows, cache, want=want, watch=_both(watch, looking))
+    outputs = OutputRequest("last", hidden)
+    batch = TokenBatch(pos_BS, tokens_BS, n_B=n_B)
+    step = target.forward(batch, cache, outputs=outputs, hook=_both(hook, looking))
     cache.commit(None, n_B)
-    full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
+    full_bytes, kept_entries = cache.bytes(), [float(length) for length in lengths]
     keep: Keep | None = None
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
@@ -99,7 +99,7 @@ def prefill(
         logits_BV = step.logits_BTV[:, -1]
         root_B = logits_BV.argmax(-1)
         run = PromptRun(
-            target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens, logits_BV, sequence_ids
+            target, cache, lengths, tokens_BS, n_B, root_B, hook, max_new_tokens, logits_BV, sequence_ids
         )
         keep = evictor.select(run)
         if keep is not None:
@@ -108,52 +108,52 @@ def prefill(
                 if isinstance(evictor, GoingOn) and evictor.decoding
                 else compact(run.cache, keep, lengths, room=room + nodes)
             )
-            kept_rows = cache.n_LBG.double().mean((0, 2)).tolist()
-        del run, watch  # the whole cache and the watched queries go before anything else is run
+            kept_entries = cache.n_LBG.double().mean((0, 2)).tolist()
+        del run, hook  # free the whole cache and the stored queries before anything else is run
     if after is None:
-        return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1, keep)
+        return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_entries, 1, keep)
     ids_BT, m_B = pad(after, device)
     pos_BT = n_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
-    then, steps = read_after(target, cache, ids_BT, tuple(map(len, after)), hidden=hidden, watch=looking)
+    then, steps = read_after(target, cache, ids_BT, tuple(map(len, after)), hidden=hidden, hook=looking)
     tokens_BS = _appended(tokens_BS, ids_BT, pos_BT)
     joined = {layer: _appended(step.hidden[layer], then.hidden[layer], pos_BT) for layer in hidden}
     last = TargetStep(then.logits_BTV, joined)
-    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 1 + steps, keep)
+    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_entries, 1 + steps, keep)
 
 
-def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def pad(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token lists padded on the right with id 0, and their lengths."""
-    longest = max(map(len, rows))
-    padded = [[*row, *[0] * (longest - len(row))] for row in rows]
-    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
+    longest = max(map(len, lists))
+    padded = [[*one, *[0] * (longest - len(one))] for one in lists]
+    return torch.tensor(padded, device=device), torch.tensor([len(one) for one in lists], device=device)
 
 
-def _both(one: Watch | None, other: Watch | None) -> Watch | None:
-    """A watch that is two."""
+def _both(one: AttentionHook | None, other: AttentionHook | None) -> AttentionHook | None:
+    """Combine two optional hooks into one."""
     return one or other if one is None or other is None else _Both((one, other))
 
 
 class _Both:
-    """Shows everything to two watches, what attention reads to those that want it."""
+    """Calls two hooks, with the inputs of attention only those that have `see_inputs`."""
 
-    def __init__(self, watches: tuple[Watch, Watch]) -> None:
-        self._watches = watches
-        looks = [getattr(watch, "see_inputs", None) for watch in watches]
+    def __init__(self, hooks: tuple[AttentionHook, AttentionHook]) -> None:
+        self._hooks = hooks
+        looks = [getattr(hook, "see_inputs", None) for hook in hooks]
         self._looks: list[Inputs] = [look for look in looks if look is not None]
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See one layer."""
-        for watch in self._watches:
-            watch(layer, q_BHTD, k_BGTD, v_BGTD)
+        """Call both with one layer's queries, keys and values."""
+        for hook in self._hooks:
+            hook(layer, q_BHTD, k_BGTD, v_BGTD)
 
     def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
-        """See what one layer's attention reads."""
+        """Call with the input of one layer's attention."""
         for look in self._looks:
             look(layer, x_BTE)
 
 
 def _appended(first_BSx: Tensor, then_BTx: Tensor, pos_BT: Tensor) -> Tensor:
-    """Rows of the second at their positions behind those of the first."""
+    """Place the second's tokens at their positions behind those of the first: [B, S + T, ...]."""
     B, T = pos_BT.shape
     whole = torch.cat((first_BSx, first_BSx.new_zeros(B, T, *first_BSx.shape[2:])), 1)
     whole[torch.arange(B, device=pos_BT.device)[:, None], pos_BT] = then_BTx

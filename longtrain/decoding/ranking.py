@@ -1,7 +1,7 @@
-"""How well one scoring of prompt tokens ranks them as another does: recall of the best k, Kendall's tau-b.
+"""Agreement of two rankings of prompt tokens: recall of the best k, and Kendall's tau-b.
 
-Both sides are taken as they are: pool them alike or not at all (a pooled selection cannot recall more of an
-unpooled truth than its pooling allows).
+Scores are compared as they are given: pool both or neither (a pooled selection cannot recall more of an
+unpooled ranking than its pooling allows).
 
 Shapes: X rankings (a layer and head each, say), S prompt tokens.
 """
@@ -14,19 +14,19 @@ from torch import Tensor
 from longtrain.errors import ConfigError, refusal
 
 RECALLS = (64, 128, 256, 512)
-"""The k that reports give recall at, each of prompts with more than k ranked tokens alone."""
+"""The k of reported recalls; each is measured on prompts with more than k ranked tokens."""
 
 
 def recall_at(pred_XS: Tensor, true_XS: Tensor, k: int, valid_XS: Tensor | None = None) -> Tensor:
-    """Share of the true best `k` that stand among the predicted best `k`.
+    """Share of the true best `k` positions that are among the predicted best `k`.
 
     Args:
-        pred_XS: predicted scores, finite; of equal scores the lower position stands first.
+        pred_XS: predicted scores, finite; of equal scores the lower position ranks first.
         true_XS: true scores, likewise.
-        k: how many are best; more than there are stands for all.
-        valid_XS: bool, positions that count; None: all. A ranking without any gives NaN.
+        k: number of best positions; more than there are means all.
+        valid_XS: bool mask of the ranked positions; None: all. A ranking without any gives NaN.
 
-    Returns: one share a ranking, fp32.
+    Returns: one share for each ranking, fp32.
     Raises: ConfigError: `k` below 1, or shapes that differ.
     """
     _check(pred_XS, true_XS, valid_XS)
@@ -38,7 +38,7 @@ def recall_at(pred_XS: Tensor, true_XS: Tensor, k: int, valid_XS: Tensor | None 
     return both_XS.sum(-1).float() / most_X.float()
 
 
-def kendall_tau(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None = None) -> Tensor:
+def kendall_tau(pred_XS: Tensor, true_XS: Tensor) -> Tensor:
     """Kendall's tau-b of two scorings, exact, ties accounted for.
 
     Pairs are counted in S log² S steps: positions sorted by the first scoring, inversions of the second
@@ -46,60 +46,51 @@ def kendall_tau(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None = None
 
     Args:
         pred_XS: scores, finite.
-        true_XS: the others.
-        valid_XS: bool, positions that count; None: all.
+        true_XS: the other scores.
 
-    Returns: one value in [-1, 1] a ranking, fp64; NaN where one side ties everywhere.
+    Returns: one value in [-1, 1] for each ranking, fp64; NaN where one side ties everywhere.
     Raises: ConfigError: shapes that differ.
     Source: Kendall 1945, "The treatment of ties in ranking problems"; Knight 1966, "A computer method for
         calculating Kendall's tau with ungrouped data".
     """
-    _check(pred_XS, true_XS, valid_XS)
+    _check(pred_XS, true_XS)
     size = pred_XS.shape[1]
-    if valid_XS is None:
-        valid_XS = torch.ones_like(pred_XS, dtype=torch.bool)
-    pred_XS, true_XS = _ranks(pred_XS, valid_XS), _ranks(true_XS, valid_XS)
+    pred_XS, true_XS = _ranks(pred_XS), _ranks(true_XS)
     both_XS = pred_XS * (size + 1) + true_XS  # one integer that sorts by the first, then by the second
-    pairs_X = _pairs(valid_XS.sum(-1))
-    tied_pred_X, tied_true_X = _tied(pred_XS, valid_XS), _tied(true_XS, valid_XS)
-    tied_both_X = _tied(_ranks(both_XS, valid_XS), valid_XS)
+    pairs = size * (size - 1) // 2
+    tied_pred_X, tied_true_X, tied_both_X = _tied(pred_XS), _tied(true_XS), _tied(_ranks(both_XS))
     discordant_X = _inversions(both_XS.sort(-1).values % (size + 1), above=size)
-    gap_X = pairs_X - tied_pred_X - tied_true_X + tied_both_X - 2 * discordant_X
-    free_X = (pairs_X - tied_pred_X).double().sqrt() * (pairs_X - tied_true_X).double().sqrt()
+    gap_X = pairs - tied_pred_X - tied_true_X + tied_both_X - 2 * discordant_X
+    free_X = (pairs - tied_pred_X).double().sqrt() * (pairs - tied_true_X).double().sqrt()
     return (gap_X.double() / free_X).clamp(-1, 1)  # 0 / 0 is NaN
 
 
-def _check(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None) -> None:
+def _check(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None = None) -> None:
     shapes = [tuple(one.shape) for one in (pred_XS, true_XS, valid_XS) if one is not None]
     if pred_XS.ndim != 2 or len(set(shapes)) != 1:
         raise refusal(ConfigError, f"rankings of shapes {shapes}", "[rankings, positions], the same for all")
 
 
 def _best(score_XS: Tensor, most_X: Tensor, valid_XS: Tensor) -> Tensor:
-    """Mask of each row's `most_X` largest valid scores."""
+    """Mask of the `most_X` largest valid scores of each ranking."""
     counted_XS = score_XS.masked_fill(~valid_XS, -torch.inf)
     order_XS = counted_XS.sort(dim=-1, descending=True, stable=True).indices
     place_S = torch.arange(score_XS.shape[1], device=score_XS.device)
     return torch.zeros_like(valid_XS).scatter_(-1, order_XS, place_S < most_X[:, None])
 
 
-def _ranks(score_XS: Tensor, valid_XS: Tensor) -> Tensor:
-    """Ranks from 0, equal for equal scores; S where a position does not count."""
+def _ranks(score_XS: Tensor) -> Tensor:
+    """Ranks from 0, equal for equal scores."""
     ordered_XS, order_XS = score_XS.sort(-1)
     steps_XS = torch.zeros_like(order_XS)
     steps_XS[:, 1:] = (ordered_XS[:, 1:] != ordered_XS[:, :-1]).cumsum(-1)
-    ranks_XS = torch.empty_like(order_XS).scatter_(-1, order_XS, steps_XS)
-    return ranks_XS.masked_fill(~valid_XS, score_XS.shape[1])
+    return torch.empty_like(order_XS).scatter_(-1, order_XS, steps_XS)
 
 
-def _tied(ranks_XS: Tensor, valid_XS: Tensor) -> Tensor:
-    """Pairs of equal rank among the positions that count."""
-    counts_XS = ranks_XS.new_zeros(ranks_XS.shape[0], ranks_XS.shape[1] + 1)
-    return _pairs(counts_XS.scatter_add_(-1, ranks_XS, valid_XS.long())).sum(-1)
-
-
-def _pairs(count: Tensor) -> Tensor:
-    return count * (count - 1) // 2
+def _tied(ranks_XS: Tensor) -> Tensor:
+    """Number of pairs of equal rank."""
+    counts_XS = torch.zeros_like(ranks_XS).scatter_add_(-1, ranks_XS, torch.ones_like(ranks_XS))
+    return (counts_XS * (counts_XS - 1) // 2).sum(-1)
 
 
 def _inversions(ranks_XS: Tensor, *, above: int) -> Tensor:

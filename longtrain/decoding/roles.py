@@ -1,6 +1,6 @@
-"""The roles a part can play in an engine, as protocols; one part a role.
+"""Protocols of an engine's components (draft, evictor, selector), and the types that they exchange.
 
-Shapes: B batch, S prompt tokens, T new rows, N tree nodes, P path, V vocabulary.
+Shapes: B batch, S prompt tokens, T new tokens, N tree nodes, P path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from longtrain.cache.base import KVCache
 from longtrain.decoding.evict import Evictor
 from longtrain.decoding.retrieval.selector import Selector
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.errors import ConflictError
-from longtrain.targets.attention import Watch
-from longtrain.targets.step import TargetStep, Want
+from longtrain.targets.attention import AttentionHook
+from longtrain.targets.step import OutputRequest, TargetStep
 
 
-class Law(Enum):
-    """How a draft chose the children of a node; it decides the accept rule (`verify`).
+class ChildChoice(Enum):
+    """The way a draft chose the children of a node, which determines the acceptance rule (`verify`).
 
-    POINT: deterministic (argmax, top-k, beam). IID: sampled independently from q, duplicates kept.
+    POINT: deterministic (argmax, top-k, beam). IID: sampled independently from q, with duplicates.
     NO_REPLACE: sampled from q without replacement.
     """
 
@@ -35,17 +35,17 @@ class Law(Enum):
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How much to draft: `widths[d]` nodes at depth d+1. A chain of 4 is (1, 1, 1, 1).
+    """Shape of the drafted trees: `widths[d]` nodes at depth d+1. A chain of 4 is (1, 1, 1, 1).
 
     Args:
-        widths: nodes of each level; with `keep`, those that are looked below.
-        law: asks for deterministic or sampled children; a draft that cannot do so raises ConfigError.
-        keep: nodes below the root that are verified: the most probable of all continuations that were seen,
-            whatever their depth (EAGLE-2, arXiv 2406.16858, §4.2). None: all nodes of all levels.
+        widths: nodes of each level; with `keep`, the nodes that are expanded.
+        children: deterministic or sampled children; a draft that does not support it raises ConfigError.
+        keep: number of nodes below the root that are verified: the most probable of all candidates, whatever
+            their depth (EAGLE-2, arXiv 2406.16858, §4.2). None: all nodes of all levels.
     """
 
     widths: tuple[int, ...]
-    law: Law = Law.POINT
+    children: ChildChoice = ChildChoice.POINT
     keep: int | None = None
 
     @property
@@ -54,60 +54,64 @@ class TreeShape:
         return len(self.widths)
 
     @property
-    def n_nodes(self) -> int:
-        """Nodes that are verified, root included."""
-        return self.n_grown if self.keep is None else 1 + self.keep
+    def is_chain(self) -> bool:
+        """True if every level has one node, and all are verified."""
+        return self.keep is None and all(width == 1 for width in self.widths)
 
     @property
-    def n_grown(self) -> int:
-        """Nodes of all levels, root included: what a draft computes itself, verified or not."""
+    def n_nodes(self) -> int:
+        """Nodes that are verified, root included."""
+        return self.n_expanded if self.keep is None else 1 + self.keep
+
+    @property
+    def n_expanded(self) -> int:
+        """Nodes that the draft itself expands, root included, verified or not."""
         return 1 + sum(self.widths)
 
 
-def usual_law(widths: Sequence[int], *, sampled: bool) -> Law:
-    """How children are chosen where nobody says.
+def usual_children(widths: Sequence[int], *, sampled: bool) -> ChildChoice:
+    """The default way to choose children.
 
-    A chain's are sampled where decoding samples (the target accepts more of them than of argmax drafts), all
+    A chain's are sampled if decoding samples (the target accepts more of them than of argmax drafts); all
     others are deterministic.
     """
-    return Law.IID if sampled and set(widths) == {1} else Law.POINT
+    return ChildChoice.IID if sampled and set(widths) == {1} else ChildChoice.POINT
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A batch of drafted trees of one shape. Node 0 is the root: the last token chosen, not yet in the cache.
+    """A batch of drafted trees of one shape. Node 0 is the root: the last chosen token, not yet in the cache.
 
-    Nodes stand in level order, siblings in the order they were drawn. Siblings of a POINT tree should carry
-    different tokens (a repeated one is never reached). Where q has fewer tokens than children are wanted, a
+    Nodes are in level order, siblings in the order they were drawn. Siblings of a POINT tree should have
+    different tokens (a repeated one is never reached). If q has fewer tokens than the level has children, a
     sampled tree pads with any token of q = 0.
 
     Args:
         tokens_BN: token of each node, int64.
         parents_BN: parent node, int64, smaller than the child's own index; -1 for the root.
-        depth_N: depth of each node (root 0), int64; [B, N] where rows have other depths than each other.
-        law: how children were chosen.
-        q_BNV: for sampled laws, the law each node's *children* were drawn from: `probs` of the draft's logits
-            with the engine's `Sampling`, over the target's vocabulary; siblings not yet removed.
+        depth_N: depth of each node (root 0), int64; [B, N] if they differ between sequences.
+        children: the way children were chosen.
+        q_BNV: for sampled trees, the distribution that each node's *children* were drawn from: `probs` of the
+            draft's logits with the engine's `Sampling`, over the target's vocabulary; siblings not removed.
     """
 
     tokens_BN: Tensor
     parents_BN: Tensor
     depth_N: Tensor
-    law: Law = Law.POINT
+    children: ChildChoice = ChildChoice.POINT
     q_BNV: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target accepted of a tree.
+    """The accepted path of each tree.
 
     Args:
         path_BP: accepted nodes in order, root first, padded with 0; P = depth + 1.
-        n_B: nodes of it that are committed, the root included, 1..P: all of them, unless a cache's limit
-            (`KVCache.commit_limit`) puts some off. The engine hands drafts 0 for a finished row, where
-            nothing was committed.
-        next_B: the token the target adds after them (the next root; of no meaning in a finished row).
-        root_pos_B: position of the root, where whoever made this has noted it.
+        n_B: number of committed nodes of the path, root included, 1..P: all of them, unless the cache's limit
+            (`KVCache.commit_limit`) defers some. Drafts get 0 for a finished sequence.
+        next_B: the target's token after them, which is the next root (undefined for a finished sequence).
+        root_pos_B: position of the root, if known.
     """
 
     path_BP: Tensor
@@ -123,65 +127,66 @@ class Verdict:
 class Draft(Protocol):
     """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
 
-    One for which other shapes may pay than chains of 1 to 8 says so in `offers`: the widths of those among
-    which `decode.shape=auto` chooses. One that does not take every shape has `check_shape(shape)`, which is
-    called before anything is computed and raises ConfigError. One whose `start` needs nothing of a text but
-    its tokens says `begins_anew = True`: it can then be left out of plain cycles for a while. One that makes
-    room for trees has `reserve(nodes)`.
+    Optional members: `offers`, the widths that `decode.shape=auto` chooses among (default: chains of 1 to 8).
+    `check_shape(shape)` raises ConfigError for an unsupported shape, before anything is computed.
+    `begins_anew = True`: `start` needs nothing but the tokens, so the draft can be paused and restarted.
+    `reserve(nodes)` allocates buffers for trees of so many nodes.
     """
 
-    want: Want
-    """What the draft needs of every target forward beyond logits (hidden states, say)."""
+    outputs: OutputRequest
+    """Outputs that the draft needs from every target forward beside logits (hidden states, say)."""
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """After prefill: `tokens_BS[b, :n_B[b]]` are committed in the cache."""
+        """Called after prefill: `tokens_BS[b, :n_B[b]]` are committed in the cache."""
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
-        """Draft below the root, whose position is `cache.len_B`."""
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
+        """Draft a tree below the root, whose position is `cache.len_B`."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """After the target's step and the cache's commit: take in the `verdict.n_B` accepted nodes."""
+        """Called after the target's step and the cache's commit with the `verdict.n_B` accepted nodes."""
 
     def bytes(self) -> int:
-        """Bytes of state held beside the target's cache."""
+        """Bytes of state beside the target's cache."""
 
     def tensors(self) -> tuple[Tensor, ...] | None:
-        """Its state, where `propose` and `observe` update it in place and ask the host nothing; else None.
+        """State tensors if `propose` and `observe` update them in place and without host reads, else None.
 
-        A CUDA graph of a cycle is good as long as these tensors lie where they lay: `start` should reuse
-        them. Before it, an empty tuple will do.
+        A CUDA graph of a cycle is valid as long as the addresses of these tensors do not change, so `start`
+        should reuse them. Before `start` it may be an empty tuple.
         """
 
 
 @runtime_checkable
-class Onlooker(Protocol):
-    """A draft that sees queries, keys and values of the target's own forwards, layer by layer."""
+class AttentionObserver(Protocol):
+    """A draft that observes queries, keys and values of the target's own forwards, layer by layer."""
 
-    def watch_prompts(self, lengths: Sequence[int]) -> Watch:
-        """What sees the prompts (right-padded to the longest), and then what is read after them, if anything.
+    def prompt_hook(self, lengths: Sequence[int]) -> AttentionHook:
+        """A hook for the prompts (right-padded to the longest) and for tokens appended to them.
 
-        Asked before every prefill; `start` follows.
+        Called before every prefill; `start` follows.
         """
 
-    def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See the rows of a tree while the target verifies it (a `Watch`); `observe` follows."""
+    def on_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Hook for the nodes of a tree while the target verifies it (an `AttentionHook`); `observe`
+        follows.
+        """
 
 
-def onlooker(draft: Draft | None) -> Onlooker | None:
-    """The draft, if it is an onlooker."""
-    return draft if isinstance(draft, Onlooker) else None
+def attention_observer(draft: Draft | None) -> AttentionObserver | None:
+    """The draft if it observes the target's forwards, else None."""
+    return draft if isinstance(draft, AttentionObserver) else None
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a method brings to an engine. Two parts that claim one role raise ConflictError.
+    """Components that a method adds to an engine, one for each role.
 
     Args:
         draft: proposes trees.
-        evictor: chooses what of the cache stays after prefill.
-        cache: makes the cache, called as `Target.new_cache` is: (batch, max_tokens, max_nodes).
-        selector: says what of the cache each step reads.
-        name: for messages.
+        evictor: chooses the KV entries that remain after prefill.
+        cache: makes the cache; same arguments as `Target.new_cache`: (batch, max_tokens, max_nodes).
+        selector: chooses the KV entries that each step reads.
+        name: name in messages.
     """
 
     draft: Draft | None = None
@@ -191,15 +196,15 @@ class Parts:
     name: str = ""
 
     def hidden(self, *, drafts: bool = True) -> tuple[int, ...]:
-        """Layers whose outputs the parts want of every forward; those of the draft only if it drafts."""
-        wants = [part.want.hidden for part in (self.draft if drafts else None, self.selector) if part]
+        """Layers whose outputs the parts need from every forward; without the draft's unless `drafts`."""
+        wants = [part.outputs.hidden for part in (self.draft if drafts else None, self.selector) if part]
         return tuple(sorted({layer for layers in wants for layer in layers}))
 
     def merge(self, *others: Parts) -> Parts:
-        """These parts and others as one.
+        """Combine these parts with others.
 
         Raises:
-            ConflictError: two of them play one role.
+            ConflictError: two of them have the same role.
         """
         found: dict[str, Any] = {}
         named: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How the next token is drawn: one set of processors for target and draft, and coins blind to the batch.
+"""Sampling: logits processors shared by target and draft, and random draws that do not depend on the batch.
 
 Shapes: B batch, N tree nodes, V vocabulary.
 """
@@ -18,7 +18,7 @@ from longtrain.settings import wrong
 
 _MASK64 = (1 << 64) - 1
 _UNIT = 1 << 40
-"""Weights count in 1/2^40 of the row's largest: integer sums are exact in any order, so in any batch."""
+"""Weights are multiples of 1/2^40 of the largest: integer sums are exact in any order, so in any batch."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,32 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the argmax."""
+        """True if the next token is the argmax."""
         return self.temperature == 0
 
 
-class Coins(Protocol):
-    """All randomness of decoding. A test replaces it to enumerate every outcome of the code that ships."""
+class Rng(Protocol):
+    """Source of all randomness in decoding. Tests replace it to enumerate every outcome."""
 
     def below(self, prob_B: Tensor, pos_B: Tensor, role: str) -> Tensor:
-        """True with probability `prob_B`, clamped to [0, 1]; bool_B. `pos_B`: the position at stake."""
+        """True with probability `prob_B`, clamped to [0, 1]; bool_B. `pos_B`: the token's position."""
 
     def draw(self, weight_BV: Tensor, pos_B: Tensor, role: str) -> Tensor:
         """An index with probability proportional to `weight_BV` (>= 0, any positive sum); int64_B."""
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The law a token is drawn from: softmax after temperature, then top-k, then top-p.
+    """The distribution that a token is drawn from: softmax after temperature, top-k and top-p, in this order.
 
-    Top-k keeps exactly k tokens and top-p the shortest leading run that reaches `top_p`, always at least one
-    token; equal logits rank by token id, lowest first.
+    Top-k keeps exactly k tokens, and top-p the shortest prefix of the ranked tokens that reaches `top_p`,
+    always at least one token; equal logits rank by token id, lowest first.
 
     Args:
         logits: [..., V], any float dtype.
-        sampling: temperature 0 puts all mass on the argmax (the lowest id where several are equal).
+        sampling: temperature 0 puts all mass on the argmax (the lowest id if several are equal).
 
     Returns:
-        Same shape, rows sum to 1; fp32, or fp64 where `logits` are.
+        Same shape, each distribution sums to 1; fp32, or fp64 if `logits` are.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.greedy:
@@ -84,15 +84,22 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.empty_like(ranked).scatter_(-1, token, ranked.softmax(-1))
 
 
-class HashCoins:
-    """Counter-based coins: each is a hash of seed, sequence id, absolute position and role alone.
+def next_token(logits_BV: Tensor, sampling: Sampling, rng: Rng, pos_B: Tensor) -> Tensor:
+    """The next token of each sequence, int64_B, chosen as `verify` would; `pos_B`: its position."""
+    if sampling.greedy:
+        return logits_BV.argmax(-1)
+    return rng.draw(probs(logits_BV, sampling), pos_B, "target")
 
-    So a sequence gets the same tokens whatever else is in its batch and however many tokens a cycle accepts,
-    and a run can be repeated on another device.
+
+class HashRng:
+    """Counter-based random numbers: a hash of seed, sequence id, absolute position and role.
+
+    So a sequence gets the same tokens in any batch and with any number of accepted tokens per cycle, and a
+    run can be repeated on another device.
 
     Args:
         seed: any integer.
-        sequence_ids_B: one id a row, int64, on the device of the work.
+        sequence_ids_B: one id for each sequence, int64, on the device of the logits.
 
     Source: SplitMix64's finaliser (Steele, Lea and Flood 2014) chained over the four keys.
     """
@@ -100,12 +107,12 @@ class HashCoins:
     def __init__(self, seed: int, sequence_ids_B: Tensor) -> None:
         self._state_B = _mix(sequence_ids_B.to(torch.int64) + _signed(_mix_int(seed)))
 
-    def assign(self, other: HashCoins) -> None:
-        """Become the coins of `other`, in place."""
+    def assign(self, other: HashRng) -> None:
+        """Copy the state of `other`, in place."""
         self._state_B.copy_(other._state_B)
 
     def uniform(self, pos_B: Tensor, role: str) -> Tensor:
-        """The coin itself: [0, 1) in steps of 2^-53, fp64_B."""
+        """Uniform random numbers in [0, 1) in steps of 2^-53, fp64_B."""
         bits_B = _mix(_mix(self._state_B + pos_B) ^ _role_key(role))
         return _shift(bits_B, 11).double() * 2.0**-53
 
@@ -116,21 +123,21 @@ class HashCoins:
     def draw(self, weight_BV: Tensor, pos_B: Tensor, role: str) -> Tensor:
         """By inverse CDF over exact integer sums: an index of zero weight is never returned.
 
-        Weights below 2^-40 of the row's largest count as zero; a row without any weight gives index V-1.
+        Weights below 2^-40 of a sequence's largest count as zero; without any weight the index is V-1.
         """
         total_BV = _counts(weight_BV).cumsum(-1)
-        # A coin below 1 times the rounded total stays below the total: one ulp down against half an ulp up.
+        # uniform < 1, so the product stays below the total: one ulp less outweighs rounding by half an ulp.
         point_B = (self.uniform(pos_B, role) * total_BV[:, -1].double()).long()
         index_B = torch.searchsorted(total_BV, point_B[:, None], right=True)[:, 0]
         return index_B.clamp_(max=weight_BV.shape[-1] - 1)
 
 
 class MinNewTokens:
-    """Keeps the ids that end a text out of its first tokens.
+    """Excludes the ids that end a sequence from its first tokens.
 
     Args:
-        ids: the token ids that end a text.
-        tokens: how many first tokens of a text cannot be one of them.
+        ids: token ids that end a sequence.
+        tokens: number of first tokens that cannot be one of them.
         device: the device of the logits.
 
     Raises:
@@ -146,17 +153,17 @@ class MinNewTokens:
         self.ids = torch.tensor(sorted(ids), dtype=torch.int64, device=device)
 
     def at_first(self, logits_BV: Tensor) -> Tensor:
-        """Logits of each text's first token."""
+        """Process the logits of each sequence's first token."""
         return logits_BV.index_fill(-1, self.ids, float("-inf")) if self.tokens else logits_BV
 
     def in_tree(self, logits_BNV: Tensor, depth_N: Tensor, most: Tensor, left_B: Tensor) -> Tensor:
-        """Logits below each node of a tree.
+        """Process the logits of a tree's nodes.
 
         Args:
-            logits_BNV: as the target gives them.
+            logits_BNV: the target's logits.
             depth_N: depth of each node.
-            most: tokens that a text may have.
-            left_B: how many of them follow the root.
+            most: most tokens of a sequence.
+            left_B: number of tokens that may follow the root.
         """
         if not self.tokens:
             return logits_BNV
@@ -165,7 +172,7 @@ class MinNewTokens:
 
 
 def _counts(weight: Tensor) -> Tensor:
-    """Weights in units of the row's largest / 2^40, int64."""
+    """Weights as multiples of 2^-40 of the largest in each distribution, rounded down, int64."""
     weight = weight.double()
     top = weight.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     return (weight / top * _UNIT).long()

@@ -1,8 +1,10 @@
-"""From scores to the rows that stay: reduction over heads, pooling, and the best rows of each head.
+"""Selection of KV entries by score: reduction over heads, pooling, and top-k for each head.
 
-Everything runs over all layers and sequences at once, and reads nothing back to the host; only head-adaptive
-budgets pay one read, of their counts.
-Shapes: L layers, B sequences, S prompt slots, H query heads, G KV heads, K kept rows, X rows of a matrix.
+All layers and sequences are processed at once, and nothing is read back to the host but the counts of
+head-adaptive budgets.
+
+Shapes: L layers, B sequences, S prompt positions, H query heads, G KV heads, K kept entries, X groups of
+heads that share a budget.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from longtrain.decoding.evict import Budget, Keep
 from longtrain.errors import ConfigError, refusal
 
 Budgets: TypeAlias = Budget | Sequence[Sequence[int]]
-"""The same for every layer, or rows [L][B] on the host (a pyramid)."""
+"""The same for every layer, or numbers of entries [L][B] on the host (a pyramid)."""
 
 
 def reduce_heads(s_BHS: Tensor, n_kv_heads: int, how: Literal["mean", "max"] = "mean") -> Tensor:
-    """Scores of the query heads that share a KV head, as one: s_BGS."""
+    """Reduce the scores of the query heads that share a KV head to one: [B, H, S] to s_BGS."""
     B, H, S = s_BHS.shape
-    s_BGgS = s_BHS.view(B, n_kv_heads, H // n_kv_heads, S)
+    s_BGgS = s_BHS.view(B, n_kv_heads, H // n_kv_heads, S)  # [B, H, S] -> [B, G, H / G, S]
     return s_BGgS.mean(2) if how == "mean" else s_BGgS.amax(2)
 
 
 def max_pool(s_LBGS: Tensor, lengths: Sequence[int], *, kernel: int = 7) -> Tensor:
-    """Each slot's maximum over `kernel` slots around it, within its sequence; padding means nothing.
+    """Maximum over a window of `kernel` positions, within each sequence; padding is ignored.
 
     Raises:
         ConfigError: `kernel` is even or below 1.
@@ -50,17 +52,17 @@ def top(
     protect_last: int = 0,
     protect_first: int = 0,
 ) -> Keep:
-    """The best rows of each layer, sequence and KV head; of equal scores the lower position.
+    """The best entries of each layer, sequence and KV head; ties go to the lower position.
 
     Args:
-        s_LBGS: scores, any float; slots from a sequence's length on count for nothing, and NaN for the least.
+        s_LBGS: scores, any float; positions beyond a sequence's length are ignored, NaN is the lowest.
         lengths: prompt tokens of each sequence, on the host.
-        budgets: rows kept, the protected ones included; where it is no less than the length, all are.
-        protect_last: rows at the end of each prompt that stay whatever their score (a window).
-        protect_first: rows at its start that do (sinks).
+        budgets: number of entries to keep, protected ones included; all, if it is not below the length.
+        protect_last: number of last entries that are always kept (a window).
+        protect_first: number of first entries that are always kept (sinks).
 
     Raises:
-        ConfigError: a prompt would be evicted to fewer rows than are protected.
+        ConfigError: a budget is below the number of protected entries.
     """
     L, B, G, _ = s_LBGS.shape
     n_LB = torch.tensor(
@@ -87,28 +89,28 @@ def top_adaptive(
     across: Literal["heads", "layers"] = "heads",
     exact: bool = True,
 ) -> Keep:
-    """As `top`, with rows moved to the heads whose scores want them; the budget holds on average.
+    """As `top`, with a budget shared by heads: heads with higher scores keep more, at the same average.
 
-    With b = budget - protected, the best b rows a head are found among all heads of a layer (or of all
-    layers); a head with c of them keeps c (1 - floor) + b floor of its own best, in whole rows.
+    With b = budget - protected, the best b entries per head are found among all heads of a layer (or of all
+    layers). A head that has c of them keeps its own best c (1 - floor) + b floor entries, rounded.
 
     Args:
         s_LBGS: scores as in `top`; comparable between heads.
         lengths: tokens of each prompt, as in `top`.
-        budget: rows kept of each head on average, the protected ones included.
-        protect_last: last tokens that always stay, as in `top`.
-        protect_first: first tokens that always stay, as in `top`.
+        budget: entries kept per head on average, protected ones included.
+        protect_last: last entries that are always kept, as in `top`.
+        protect_first: first entries that are always kept, as in `top`.
         floor: share of the budget that every head keeps.
-        across: what shares one budget: the heads of a layer, or those of all layers.
-        exact: shares are rounded down and the rows left over go to the largest fractions, so that those who
-            share a budget keep its total to the row. Else each keeps round(c (1 - floor) + int(b floor)).
-            Either way at least one.
+        across: heads that share one budget: those of a layer, or those of all layers.
+        exact: round down and give the remaining entries to the largest fractions, so that the heads that
+            share a budget keep its exact total. Else each keeps round(c (1 - floor) + int(b floor)). At least
+            one either way.
 
     Raises:
-        ConfigError: the budget is below the protected rows, or `floor` is out of range.
+        ConfigError: the budget is below the number of protected entries, or `floor` is out of range.
 
     Source: Ada-KV (arXiv 2407.11550), Algorithm 1 with its safeguard; their code rounds as `exact=False`.
-    Note: with `exact=False` the total may be missed: up to about 1.5 rows a head fewer, or half a row more.
+    Note: with `exact=False` the total is approximate: up to about 1.5 entries per head fewer, or 0.5 more.
     """
     if not 0 <= floor <= 1:
         raise refusal(ConfigError, f"evict.floor={floor}", "0 to 1")
@@ -123,12 +125,13 @@ def top_adaptive(
     free = _only_real(s_LBGS, lengths)
     rivals = _protected(free, lengths, protect_first, protect_last, -torch.inf)
     shared = G if across == "heads" else L * G
+    # concatenate heads that share a budget: [L, B, G, S] -> [B * L, G * S] or [B, L * G * S]
     groups_XS = rivals.transpose(0, 1).reshape(B * L if across == "heads" else B, -1)
     each = torch.tensor([max(1, spare * shared) for spare in spare_B]).repeat_interleave(len(groups_XS) // B)
     won_BLGS = (_chosen(groups_XS, each) & (groups_XS > -torch.inf)).view(B, L, G, S)
     won_LBG = won_BLGS.sum(-1).transpose(0, 1).cpu().double()
     spare_B1 = torch.tensor(spare_B, dtype=torch.float64)[:, None]
-    won_LBG = won_LBG * (spare_B1 > 0)  # of none to spare nobody won the one counted above
+    won_LBG = won_LBG * (spare_B1 > 0)  # a budget of 0 was counted as 1 above
     length_B1 = torch.tensor(lengths)[:, None]
     fits_B1 = torch.tensor([budget.of(length) >= length for length in lengths])[:, None]
     if exact:
@@ -148,44 +151,44 @@ def top_adaptive(
 def best_of_groups(
     s_LBGS: Tensor, rows: Sequence[int], *, across: Literal[False, "heads", "layers"]
 ) -> Tensor:
-    """Mask of the best slots of heads that share their rows; no head is given more than its scores win.
+    """Mask of the best positions of heads that share a budget.
 
     Args:
-        s_LBGS: scores, no NaN; a slot of -inf is never kept, one of +inf before all others.
-        rows: rows of each sequence, a head's share; what a group may keep is this times its heads.
-        across: what shares: nothing (each head its own), the heads of a layer, or those of all layers.
+        s_LBGS: scores, no NaN; -inf is never kept, +inf before all others.
+        rows: entries of each sequence per head; a group of heads keeps this times its heads.
+        across: heads that share a budget: none (each has its own), those of a layer, or those of all layers.
     """
     L, B, G, S = s_LBGS.shape
     s_BLGS = s_LBGS.transpose(0, 1)
     shared = {False: 1, "heads": G, "layers": L * G}[across]
-    s_XS = s_BLGS.reshape(-1, shared * S)
+    s_XS = s_BLGS.reshape(-1, shared * S)  # heads that share a budget, concatenated
     n_X = torch.tensor([shared * n for n in rows]).repeat_interleave(len(s_XS) // B)
     chosen_XS = _chosen(s_XS, n_X) & (s_XS > -torch.inf)
     return chosen_XS.view(B, L, G, S).transpose(0, 1)
 
 
 def rows_of(chosen_LBGS: Tensor) -> Keep:
-    """Chosen slots as rows to keep; reads their counts back to the host."""
+    """Convert a mask of positions to `Keep`; reads the counts back to the host."""
     return _positions(chosen_LBGS.flatten(0, 2), chosen_LBGS.sum(-1).cpu())
 
 
 def check_protected(rows: int, protected: int) -> None:
-    """Refuse a budget that has no room for the rows a policy always keeps.
+    """Refuse a budget below the number of entries that a policy always keeps.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the budget is below that number.
     """
     if rows < protected:
         raise ConfigError(
-            f"an eviction budget of {rows} rows is below the {protected} that the policy keeps in any case "
+            f"an eviction budget of {rows} entries is below the {protected} that the policy always keeps "
             f"(window, sinks); set evict.budget_tokens={protected} or more, or a smaller evict.window"
         )
 
 
 def _whole(shares: Sequence[float], total: int, least: int, most: int) -> list[int]:
-    """Shares as whole rows, `least` to `most` each, that sum to `total` as far as these bounds let them.
+    """Round shares to integers from `least` to `most` that sum to `total` as far as these bounds allow.
 
-    Of a share's whole rows all count; those left over go to the largest fractions, of equal ones the first.
+    Shares are rounded down, and the remaining units go to the largest fractions, the first of equal ones.
     """
     shares = [round(share, 9) for share in shares]  # 4.999999999999 is 5
     rows = [min(max(int(share), least), most) for share in shares]
@@ -204,14 +207,14 @@ def _of(budgets: Budgets, layer: int, b: int, length: int) -> int:
 
 
 def _slots(s_LBGS: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Slot numbers [S] and lengths [B, 1, 1], on the device."""
+    """Positions [S] and lengths [B, 1, 1], on the device."""
     device = s_LBGS.device
     n_B11 = torch.tensor(lengths).to(device, non_blocking=True)[:, None, None]
     return torch.arange(s_LBGS.shape[-1], device=device), n_B11
 
 
 def _only_real(s_LBGS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Scores with -inf from each sequence's end on, and where they are not a number."""
+    """Scores with -inf beyond each sequence's length, and in place of NaN."""
     nothing = s_LBGS.isnan()
     if min(lengths) < s_LBGS.shape[-1]:
         slot_S, n_B11 = _slots(s_LBGS, lengths)
@@ -220,7 +223,7 @@ def _only_real(s_LBGS: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _protected(s_LBGS: Tensor, lengths: Sequence[int], first: int, last: int, value: float) -> Tensor:
-    """Scores with `value` at the protected slots."""
+    """Scores with `value` at the protected positions."""
     if not first and not last:
         return s_LBGS
     slot_S, n_B11 = _slots(s_LBGS, lengths)
@@ -229,11 +232,10 @@ def _protected(s_LBGS: Tensor, lengths: Sequence[int], first: int, last: int, va
 
 
 def _chosen(s_XS: Tensor, n_X: Tensor) -> Tensor:
-    """Which entries are the best `n_X` of each row; of equal ones the first.
+    """Mask of the best `n_X` elements of each matrix row; ties go to the first.
 
-    `topk` says nothing about the order of equal entries, so it only gives the n-th best value; entries above
-    it are in, and as many of those equal to it as there is room for, from the left. Nothing is sorted, and
-    the result is the same on every device.
+    `topk` does not define the order of equal elements, so it only gives the n-th best value: larger elements
+    are selected, and as many equal ones as needed, from the left. The result is the same on every device.
 
     Args:
         s_XS: no NaN.
@@ -247,13 +249,13 @@ def _chosen(s_XS: Tensor, n_X: Tensor) -> Tensor:
 
 
 def _best(s_LBGS: Tensor, n_LBG: Tensor) -> Keep:
-    """Positions of the best `n_LBG` slots, ascending."""
+    """The best `n_LBG` positions, ascending."""
     s_XS, n_X = s_LBGS.flatten(0, 2), n_LBG.flatten()
     return _positions(_chosen(s_XS, n_X), n_LBG)
 
 
 def _positions(chosen_XS: Tensor, n_LBG: Tensor) -> Keep:
-    """Positions of the chosen slots, of which there are `n_LBG`, ascending."""
+    """The `n_LBG` positions of a mask, ascending."""
     count_XS, n_X = chosen_XS.cumsum(1, dtype=torch.int32), n_LBG.flatten()
     K, device = int(n_X.max()), chosen_XS.device
     nth_XK = torch.arange(1, K + 1, device=device, dtype=torch.int32).expand(len(n_X), K).contiguous()

@@ -1,15 +1,16 @@
-"""What a run of the engine did, cycle by cycle, and the figures people quote.
+"""Statistics of decoding, cycle by cycle, and the metrics computed from them (acceptance length, speed).
 
 A cycle is one verified draft: it emits the accepted drafts and one token of the target's own. The token that
-prefill gives belongs to no cycle. Three rules keep the figures fair where a cycle is cut:
+prefill gives belongs to no cycle. Three rules keep the metrics unbiased when a cycle is cut short:
 
-- cut by the maximum length: what the verification accepted counts whole, though the surplus is not output.
-  The cycle that crosses the line is a stopping time, so by Wald's identity the pooled ratio has no bias;
-  without that cycle, long ones would be left out more often than short ones.
-- ended by a stop id or stop string before its last token: left out of every acceptance figure, because what
-  follows the end is not text. `ended` counts them.
-- cut by the cache, which quantises a block just there (QuantSpec's strict flushing): accepted drafts count as
-  accepted, level by level, but not as tokens of the cycle: the next one finds them anew.
+- Cut by the maximum length: all drafts that verification accepted count, although the surplus is not output.
+  The cycle that reaches the maximum is a stopping time, so by Wald's identity the pooled ratio is unbiased;
+  leaving that cycle out would drop long cycles more often than short ones.
+- Ended by a stop id or stop string before its last token: not counted in any acceptance metric, because
+  tokens after the end are not text. `ended` counts these cycles.
+- Cut by the cache, which quantises a block at that point (QuantSpec with strict flushing): accepted drafts
+  count as accepted at every level, but the deferred ones are not tokens of the cycle: the next one drafts
+  them again.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class Cycle:
     """One cycle of one sequence.
 
     Args:
-        position: tokens generated before it (so 1 or more).
-        drafted: levels drafted, i.e. the most drafts that could be accepted.
-        nodes: nodes drafted (equal to `drafted` for a chain).
-        accepted: drafts accepted by the target, before any cut; the target's own token is not counted.
-        emitted: tokens of it that became output.
-        ended: the text ended before the cycle's last token, by a stop id or a stop string.
-        put_off: tokens of it, drafts or the target's own, that the cache's limit left to the next cycle.
+        position: number of tokens generated before it (1 or more).
+        drafted: number of drafted levels, which is the most drafts that can be accepted.
+        nodes: number of drafted nodes (equal to `drafted` for a chain).
+        accepted: number of drafts accepted by the target, before any cut, without the target's own token.
+        emitted: number of its tokens that became output.
+        ended: True if a stop id or a stop string ended the text before the cycle's last token.
+        put_off: number of its tokens (drafts or the target's own) that the cache's limit deferred to the next
+            cycle.
     """
 
     position: int
@@ -43,17 +45,17 @@ class Cycle:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it gave the text, before a cut by the maximum length: 1 or more."""
+        """New tokens of the sequence, before a cut by the maximum length: 1 or more."""
         return self.accepted + 1 - self.put_off
 
     @property
     def depth_hits(self) -> tuple[bool, ...]:
-        """Level by level, whether a draft was accepted; levels below the first miss were not tried."""
+        """For each level tried, True if a draft was accepted; levels below the first miss were not tried."""
         return (True,) * self.accepted + (False,) * (self.accepted < self.drafted)
 
     @property
     def cut(self) -> bool:
-        """Whether the maximum length cut accepted tokens away."""
+        """True if the maximum length cut accepted tokens off."""
         return not self.ended and self.emitted < self.tokens
 
 
@@ -63,24 +65,24 @@ class Stats:
 
     Args:
         rows: the cycles of each sequence, in order of the prompts; in plain decoding they draft nothing.
-        prompt_tokens: tokens of each prompt.
-        output_tokens: tokens generated for each, cuts applied.
-        prefill_s: wall time from the start to the first tokens, in seconds, the draft's own start included.
+        prompt_tokens: number of tokens of each prompt.
+        output_tokens: number of output tokens of each sequence.
+        prefill_s: wall time from the start to the first tokens, in seconds, including the draft's start.
         decode_s: wall time of all cycles, in seconds.
-        capture_s: wall time of making CUDA graphs and of the first cycles, which compile; not in
-            `decode_s`.
-        kept_rows: rows of each prompt left in the cache after eviction, mean over layers and KV heads.
-        cache_bytes: the target's cache while decoding, largest of the pooled calls.
-        cache_bytes_full: that cache before eviction, likewise.
-        draft_bytes: state the draft holds beside it, largest of the pooled calls.
-        target_forwards: forwards of the target, prefill included.
-        shapes: cycles run by the widths of what was drafted in them; () drafted nothing.
+        capture_s: wall time of recording CUDA graphs and of the first cycles, which compile kernels, in
+            seconds; not part of `decode_s`.
+        kept_entries: KV entries of each prompt after eviction, mean over layers and KV heads.
+        cache_bytes: bytes of the target's cache while decoding, maximum over the pooled calls.
+        cache_bytes_full: bytes of that cache before eviction, likewise.
+        draft_bytes: bytes of the draft's own state, maximum over the pooled calls.
+        target_forwards: number of target forwards, prefill included.
+        shapes: number of cycles by the widths of the drafted tree; () for cycles without a draft.
     """
 
     rows: list[list[Cycle]] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
-    kept_rows: list[float] = field(default_factory=list)
+    kept_entries: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     capture_s: float = 0.0
@@ -91,12 +93,12 @@ class Stats:
     shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
-        """Both runs as one: lists joined, times and counts added, bytes the larger."""
+        """Pool two runs: lists are concatenated, times and counts added, and the larger byte counts used."""
         return Stats(
             rows=self.rows + other.rows,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
-            kept_rows=self.kept_rows + other.kept_rows,
+            kept_entries=self.kept_entries + other.kept_entries,
             prefill_s=self.prefill_s + other.prefill_s,
             decode_s=self.decode_s + other.decode_s,
             capture_s=self.capture_s + other.capture_s,
@@ -108,26 +110,26 @@ class Stats:
         )
 
     def cycles(self) -> Iterator[Cycle]:
-        """Every cycle that acceptance figures are made of."""
+        """Iterate over the cycles that count for acceptance metrics."""
         return (cycle for row in self.rows for cycle in row if not cycle.ended)
 
     @property
     def tau(self) -> float:
-        """Acceptance length: tokens a cycle, the target's own included, prefill's not; nan without cycles."""
+        """Acceptance length: tokens per cycle, with the target's own, without prefill's; nan if none."""
         return tau(self.cycles())
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over drafted levels, the share of the longest path; nan if nothing was drafted."""
+        """Accepted drafts divided by drafted levels (the longest path); nan if nothing was drafted."""
         return _ratio((cycle.accepted, cycle.drafted) for cycle in self.cycles())
 
     @property
     def node_rate(self) -> float:
-        """Accepted drafts over drafted nodes; below `acceptance_rate` for a tree, equal for a chain."""
+        """Accepted drafts divided by drafted nodes; below `acceptance_rate` for a tree, equal for a chain."""
         return _ratio((cycle.accepted, cycle.nodes) for cycle in self.cycles())
 
     def by_depth(self) -> list[tuple[int, int]]:
-        """Per level, (accepted, tried); a level is tried where every level above was accepted."""
+        """Return (accepted, tried) for each level; a level is tried if every level above it was accepted."""
         deepest = max((cycle.drafted for cycle in self.cycles()), default=0)
         counts = [[0, 0] for _ in range(deepest)]
         for cycle in self.cycles():
@@ -138,43 +140,43 @@ class Stats:
 
     @property
     def cut(self) -> int:
-        """Cycles cut by the maximum length."""
+        """Number of cycles cut by the maximum length."""
         return sum(cycle.cut for row in self.rows for cycle in row)
 
     @property
     def ended(self) -> int:
-        """Cycles left out of the acceptance figures because the text ended inside them."""
+        """Number of cycles left out of acceptance metrics because the text ended inside them."""
         return sum(cycle.ended for row in self.rows for cycle in row)
 
     @property
     def decode_tokens(self) -> int:
-        """Output tokens of the cycles, i.e. all but prefill's."""
+        """Number of output tokens of the cycles: all but prefill's."""
         return sum(cycle.emitted for row in self.rows for cycle in row)
 
     @property
     def evicted(self) -> bool:
-        """Whether any prompt lost rows."""
-        return any(kept < rows for kept, rows in zip(self.kept_rows, self.prompt_tokens, strict=False))
+        """True if entries of any prompt were evicted."""
+        return any(kept < rows for kept, rows in zip(self.kept_entries, self.prompt_tokens, strict=False))
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens of all sequences a second, prefill's tokens and time left out; nan without any."""
+        """Output tokens of all sequences per second, without prefill's tokens and time; nan without any."""
         return self.decode_tokens / self.decode_s if self.decode_s else float("nan")
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
-        """All output tokens over prefill and decoding time; nan without any."""
+        """All output tokens divided by prefill and decoding time; nan without any."""
         total_s = self.prefill_s + self.decode_s
         return sum(self.output_tokens) / total_s if total_s else float("nan")
 
 
 def tau(cycles: Iterable[Cycle]) -> float:
-    """Acceptance length of some cycles: accepted drafts and the target's own token; nan without any."""
+    """Acceptance length: mean over cycles of accepted drafts plus one token of the target; nan if none."""
     return _ratio((cycle.tokens, 1) for cycle in cycles)
 
 
 def repeated(tokens: Sequence[int], n: int = 8) -> int:
-    """How many tokens lie in an n-gram that occurred earlier in `tokens` (overlaps count)."""
+    """Number of tokens in an n-gram that occurred earlier in `tokens` (overlaps count)."""
     seen: set[tuple[int, ...]] = set()
     covered, last = 0, 0
     for end in range(n, len(tokens) + 1):
@@ -187,7 +189,7 @@ def repeated(tokens: Sequence[int], n: int = 8) -> int:
 
 
 def _ratio(pairs: Iterable[tuple[int, int]]) -> float:
-    """Sum over sum; nan where the lower sum is 0."""
+    """Sum of the first elements divided by the sum of the second; nan if the divisor is 0."""
     above = below = 0
     for a, b in pairs:
         above, below = above + a, below + b

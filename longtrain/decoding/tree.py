@@ -1,8 +1,8 @@
-"""Drafted trees as tensors: who sees whom, and where each node stands.
+"""Drafted trees as tensors: attention masks, positions, and the choice of the best nodes.
 
 Everything here is a fixed number of tensor operations for a given shape: no value is read back to the host.
 
-Shapes: B batch, N tree nodes, P path, V vocabulary, C candidates, K candidates that are kept.
+Shapes: B batch, N tree nodes, P path, V vocabulary, C candidates, K verified nodes below the root.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longtrain.decoding.roles import Law, TokenTree, TreeShape
+from longtrain.decoding.roles import ChildChoice, TokenTree, TreeShape
 from longtrain.kernels import greedy
 
 
@@ -24,11 +24,11 @@ def depths(shape: TreeShape, device: torch.device | str | None = None) -> Tensor
 
 
 class BestNodes:
-    """Picks the most probable of all continuations that the growth of a tree sees, whatever their depth.
+    """Selects the most probable continuations of an expanded tree, whatever their depth.
 
     Args:
-        shape: says how many are kept.
-        device: the device that trees are grown on.
+        shape: its `keep` is the number of nodes to select.
+        device: the device that trees are drafted on.
 
     Source: EAGLE-2 (arXiv 2406.16858) §4.2, reranking.
     """
@@ -36,7 +36,7 @@ class BestNodes:
     def __init__(self, shape: TreeShape, device: torch.device) -> None:
         assert shape.keep is not None
         self._keep, self._widths = shape.keep, shape.widths
-        candidate_of, depth_of = [-1], list[int]()  # of each grown node, and of each candidate
+        candidate_of, depth_of = [-1], list[int]()  # of each expanded node; of each candidate
         for depth, width in enumerate(shape.widths):
             candidate_of += range(len(depth_of), len(depth_of) + width)
             depth_of += [depth + 1] * self.of_level(depth)
@@ -45,23 +45,25 @@ class BestNodes:
         self._place_1K = torch.arange(1, self._keep + 1, device=device)[None]
 
     def of_level(self, depth: int) -> int:
-        """Continuations that are looked at below the nodes of a depth, all together."""
+        """Number of candidates below all nodes of a depth."""
         return max(self._keep, self._widths[depth])
 
     def tree(self, root_B: Tensor, levels: Sequence[tuple[Tensor, Tensor, Tensor]]) -> TokenTree:
-        """The best candidates, in level order.
+        """The best candidates as a tree, in level order.
 
-        Nothing is more probable than what it stands below, and of equals the earlier is taken: so what a
-        candidate stands below is kept with it.
+        A node is never more probable than its parent, and ties go to the earlier candidate: so the parents
+        of all selected candidates are selected too.
 
         Args:
             root_B: the root's token.
-            levels: token, parent (a grown node) and cumulative log-probability of each level's
-                continuations, best first; the first of them are the grown nodes of the next level.
+            levels: token, parent (an expanded node) and cumulative log-probability of each level's
+                candidates, best first; the first of them are the expanded nodes of the next level.
         """
         tokens_BC, parents_BC, score_BC = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+        # [B, C] -> [B, K]: the K best of all levels, back in level order
         order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
         kept_BK = order_BC[:, : self._keep].sort(dim=1).values
+        # parents as indices of selected nodes: place_BC is 1 + the index of a selected candidate
         place_BC = torch.zeros_like(parents_BC).scatter_(1, kept_BK, self._place_1K.expand_as(kept_BK))
         above_BK = self._candidate_N[parents_BC.gather(1, kept_BK)]
         parents_BK = place_BC.gather(1, above_BK.clamp(min=0)).where(above_BK >= 0, 0)
@@ -73,10 +75,12 @@ class BestNodes:
         )
 
 
-def chain(tokens_BN: Tensor, *, law: Law = Law.POINT, q_BNV: Tensor | None = None) -> TokenTree:
-    """A tree in which every node has one child: `tokens_BN[:, 0]` is the root."""
+def chain(
+    tokens_BN: Tensor, *, children: ChildChoice = ChildChoice.POINT, q_BNV: Tensor | None = None
+) -> TokenTree:
+    """A tree in which every node has one child; `tokens_BN[:, 0]` is the root."""
     depth_N, parent_N = _of_chain(tokens_BN.shape[1], tokens_BN.device)
-    return TokenTree(tokens_BN, parent_N.expand_as(tokens_BN), depth_N, law, q_BNV)
+    return TokenTree(tokens_BN, parent_N.expand_as(tokens_BN), depth_N, children, q_BNV)
 
 
 @lru_cache(maxsize=64)
@@ -87,7 +91,7 @@ def _of_chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def visible(parents_BN: Tensor) -> Tensor:
-    """Which nodes each node sees: its ancestors and itself.
+    """Attention mask among the nodes of a tree: each node sees its ancestors and itself.
 
     Args:
         parents_BN: parent node, smaller than the child's own index; -1 for the root. int64.

@@ -1,1 +1,3 @@
-"""Measures ways of decoding: suites say what is asked, the harness runs it, figures count, reports show."""
+"""Evaluation: suites define tasks, the harness runs them, `analysis` computes scores, `reporting` writes
+reports.
+"""

@@ -1,6 +1,6 @@
 """Running text for measurements: files, folders, prepared data, or a corpus of `data_prep` from the Hub.
 
-`texts` gives plain text by its name; held-out documents also have a kind, such as book or code.
+`texts` yields named plain texts; held-out documents also have a kind, such as book or code.
 
 Shapes: T tokens.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longtrain.assets import asset_dir
+from longtrain.data.packing.prepared import Prepared, read_manifest
 from longtrain.data.read.adapters import adapt
 from longtrain.data.read.files import (
     BUNDLED,
@@ -31,7 +32,6 @@ from longtrain.data.read.files import (
     visible,
 )
 from longtrain.data.read.manifest import Manifest, resolve, rows
-from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.log import get_logger
 
@@ -50,14 +50,16 @@ SUFFIXES = {
     ".h": "code",
     ".js": "code",
 }
-"""File name ending -> text kind, where the name itself does not begin with a kind."""
+"""File suffix -> kind of text, for files whose name does not begin with a kind."""
 
 KINDS = ("book", "code", "chat", "instruct", "web", "math")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text's tokens, without special ones, and how many bytes of text the first 0, 1, ... of them are."""
+    """Token ids of a text, without special tokens, and the number of bytes that the first 0, 1, ... tokens
+    cover.
+    """
 
     name: str
     ids_T: np.ndarray
@@ -65,17 +67,17 @@ class Tokens:
 
 
 def texts(where: str, *, like: str | None = None, limit: int | None = None) -> Iterator[tuple[str, str]]:
-    """Named texts, in a fixed order.
+    """Yield (name, text) in a fixed order.
 
     Args:
         where: a file or folder of text or JSON lines (plain or packed), `bundled:FOLDER`, or a corpus of
-            `data_prep` by its name. What exists on disk goes first.
-        like: the corpus whose adapter and columns read JSON lines; None: rows with a field `text`.
-        limit: most texts.
+            `data_prep` by its name. A path that exists on disk takes precedence.
+        like: the corpus whose adapter and columns parse JSON lines; None: each line has a field `text`.
+        limit: the maximum number of texts.
 
     Raises:
-        ConfigError: nothing is there.
-        DataError: a damaged file, a row without its text, or the Hub does not answer.
+        ConfigError: `where` does not exist.
+        DataError: a damaged file, a line without its text, or the Hub does not answer.
     """
     path = Path(os.path.expandvars(where)).expanduser()
     if where.startswith(BUNDLED) or path.exists():
@@ -99,7 +101,7 @@ def texts(where: str, *, like: str | None = None, limit: int | None = None) -> I
 
 
 def corpora() -> list[str]:
-    """Corpora of `data_prep` whose rows are plain text in one part."""
+    """Names of the corpora in `data_prep` whose examples are plain text in one field."""
     found = []
     for file in sorted(asset_dir("data_prep").glob("*.yaml")):
         parts = Manifest.load(file.stem).parts
@@ -111,8 +113,8 @@ def corpora() -> list[str]:
 def tokenise(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> Tokens:
     """Tokenise a text.
 
-    A token's bytes are those up to the end of its last character; a tokenizer that does not say where that is
-    (a slow one) is asked for the text of each token instead.
+    A token covers the bytes up to the end of its last character; a tokenizer without character offsets
+    (a slow one) decodes each token instead.
     """
     if not tokenizer.is_fast:
         ids = plain_ids(tokenizer, text)
@@ -129,10 +131,10 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> Tokens
 
 
 def prepared_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens] | None:
-    """The held-out documents of prepared data, one by one; None where the folder is none.
+    """Iterate over the held-out documents of prepared data; None if the folder is not prepared data.
 
     Raises:
-        DataError: it is damaged, or has no held-out document.
+        DataError: the data is damaged, or has no held-out document.
     """
     if read_manifest(folder) is None:
         return None
@@ -144,7 +146,7 @@ def prepared_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """A held-out text. `ids_T` are its tokens, without special ones."""
+    """A held-out text. `ids_T` are its token ids, without special tokens."""
 
     name: str
     kind: str
@@ -158,19 +160,19 @@ def documents_from_files(
     kinds: Sequence[str] = (),
     prose: str = "text",
 ) -> list[HeldOutText]:
-    """Text files as documents: one file, or every file of a folder (UTF-8), each under its kind.
+    """Read text files as documents: one file, or every file of a folder (UTF-8), each with its kind.
 
-    The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's:
-    code, or `prose`. Where no file is of the kinds that are wanted, those that carry none are used.
+    The kind is the first word of the file's or folder's name if that is one of `KINDS`, else that of the
+    suffix: code, or `prose`. If no file has one of the requested kinds, files without a stated kind are used.
 
     Args:
         where: a file or folder, or `bundled:FOLDER`.
         tokenizer: the target's.
-        kinds: kinds to keep; empty: all.
-        prose: what to call files whose name says nothing else.
+        kinds: kinds to read; empty: all.
+        prose: the kind of files whose name states none.
 
     Raises:
-        DataError: nothing is there or of these kinds, or a file is not text.
+        DataError: there is no file, none of these kinds, or a file is not text.
     """
     return [
         HeldOutText(name, kind, np.asarray(plain_ids(tokenizer, text), dtype=np.int64))
@@ -179,7 +181,7 @@ def documents_from_files(
 
 
 def text_files(where: str | Path) -> list[Path]:
-    """The files of held-out text at a place (`data.read.files.place`): itself, or those of a folder.
+    """The files of held-out text at a path (`data.read.files.place`): the file itself, or those of a folder.
 
     Raises:
         DataError: nothing is there.
@@ -197,12 +199,12 @@ def text_files(where: str | Path) -> list[Path]:
 def read_texts(
     where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text"
 ) -> list[tuple[str, str, str]]:
-    """Name, kind and content of text files; see `documents_from_files`.
+    """Read text files as (name, kind, content); see `documents_from_files`.
 
-    The log says which files of a folder are not read. A file of JSON lines is a text for each row.
+    Skipped files of a folder are logged. A file of JSON lines gives one text per line.
 
     Raises:
-        DataError: nothing is there, a file is not text, or a row has no field `text`.
+        DataError: there is no file, a file is not text, or a line has no field `text`.
     """
     chosen = files_of_kinds(where, kinds=kinds, prose=prose)
     if _root(where).is_dir():
@@ -214,10 +216,10 @@ def read_texts(
 
 
 def files_of_kinds(where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text") -> dict[Path, str]:
-    """Text files of the kinds that are wanted, with their kinds; none is read. See `documents_from_files`.
+    """Map text files of the requested kinds to their kinds, without reading them. See `documents_from_files`.
 
     Raises:
-        DataError: nothing is there, or nothing of these kinds.
+        DataError: there is no file, or none of these kinds.
     """
     root = _root(where)
     named = {file: _kind(file, root) for file in text_files(where)}
@@ -233,10 +235,10 @@ def files_of_kinds(where: str | Path, *, kinds: Sequence[str] = (), prose: str =
 
 
 def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[HeldOutText]:
-    """The held-out split of prepared data.
+    """Read the held-out split of prepared data.
 
     Raises:
-        DataError: it has none, or none of these kinds.
+        DataError: there is no held-out split, or no document of these kinds in it.
     """
     rows = [int(row) for row in np.flatnonzero(data.val)]
     if not rows:
@@ -261,7 +263,7 @@ def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> lis
 
 
 def has_held_out(data: Prepared, kinds: Sequence[str] = ()) -> bool:
-    """True if prepared data holds out a document, or one of these kinds."""
+    """True if prepared data has a held-out document, or one of these kinds."""
     have = {data.kinds[number] for number in data.kind[np.asarray(data.val, dtype=bool)]}
     return bool(have & {*kinds} if kinds else have)
 
@@ -284,7 +286,7 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
 
 
 def _root(where: str | Path) -> Path:
-    """The file or folder that is named, there or not."""
+    """The file or folder that `where` names, whether it exists or not."""
     if str(where).startswith(BUNDLED):
         return place(str(where))
     return Path(os.path.expandvars(where)).expanduser()
@@ -297,12 +299,12 @@ def _local(where: str, like: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _contents(file: Path, name: str, columns: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Name and content of a text file, or of each row of one of JSON lines.
+    """Yield (name, content) of a text file, or of each line of a JSON-lines file.
 
     Args:
-        file: text or JSON lines, plain or packed.
-        name: of a text file; rows are named by their file and number.
-        columns: of the rows, see `adapt`.
+        file: text or JSON lines, plain or compressed.
+        name: the name of a text file; JSON lines are named by their file and line number.
+        columns: column names of the lines, see `adapt`.
     """
     if _ending(file) not in JSONL_SUFFIXES:
         yield name, read_text(file)
@@ -318,17 +320,17 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
 
 
 def _plain(file: Path) -> Path:
-    """A file's name without the suffix of its packing."""
+    """A file's name without the suffix of its compression."""
     return file.with_suffix("") if file.suffix.lower() in PACKED_SUFFIXES else file
 
 
 def _ending(file: Path) -> str:
-    """What a file's name ends with, in small letters, packing aside."""
+    """A file's suffix in lower case, ignoring the suffix of its compression."""
     return _plain(file).suffix.lower()
 
 
 def _kind(file: Path, root: Path) -> str | None:
-    """What a file's name, folder or ending says of its kind; None where they say nothing."""
+    """The kind of text that a file's name, folder or suffix states; None if they state none."""
     named = [_plain(file).stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [_plain(file).stem]
     for word in named:
         first = word.replace("-", "_").split("_")[0].lower().removesuffix("s")

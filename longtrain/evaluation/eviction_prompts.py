@@ -1,6 +1,6 @@
-"""Prompts that every eviction policy gets, and what its answers and its rankings of tokens are judged by.
+"""The prompts that all eviction policies get, and the references that score their answers and token rankings.
 
-Answers are compared with the expected text, rankings with the attention that the answer will give the tokens.
+Answers are compared with the expected text, rankings with the attention that the answer pays to the tokens.
 
 Shapes: T tokens, L layers, B batch, G KV heads, S prompt tokens, X rankings (a layer and KV head each).
 """
@@ -24,27 +24,27 @@ from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.roles import Parts
 from longtrain.errors import DataError
 from longtrain.evaluation.corpora import HeldOutText, plain_ids, prefix_of
-from longtrain.evaluation.metrics.ruler import clean, match_all
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
+from longtrain.evaluation.scoring.ruler import clean, match_all
 from longtrain.evaluation.suites.continuation import Point, choose_points
 from longtrain.evaluation.suites.needle import numbers_in, prompt_writer
 from longtrain.methods.policies.base import Scorer
-from longtrain.methods.policies.oracle import ToldOracle
+from longtrain.methods.policies.oracle import QuestionOracle
 
 if TYPE_CHECKING:
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import AttentionHook
     from longtrain.targets.model import Target
 
 CONTINUE = "continue"
-"""The task of going on with plain text, judged against the full cache's own continuation."""
+"""The task of continuing plain text, scored against the full cache's own continuation."""
 TASKS = (*QUESTION_TASKS, CONTINUE)
 NAME = re.compile(r"\b(?!VAR\b)[A-Z]{2,}\b")
-"""Names of variables in an answer, which may say VAR before each as the text does."""
+"""Names of variables in an answer; `VAR`, which may stand before each name as in the text, is not matched."""
 QUOTED = 8
-"""Words of a quotation that are compared, or those up to the end of its sentence where that comes before."""
+"""Number of words of a quotation that are compared, unless its sentence ends earlier."""
 LEAST_QUOTED = 3
-"""Words of a quotation that are compared in any case: one or two stand in an answer by chance."""
+"""Minimum number of words of a quotation that are compared: one or two occur in an answer by chance."""
 SENTENCE_END = re.compile(r"[.!?](?=\W*$)")
 
 
@@ -55,9 +55,9 @@ class Prompt:
     Args:
         task: one of `TASKS`.
         context: tokens up to where the question begins.
-        question: tokens of the question and of what the assistant's turn begins with; empty for `continue`.
-        answer: the expected text; empty for `continue`, whose gold is what the full cache gives.
-        values: what a right answer must hold.
+        question: tokens of the question and of the beginning of the assistant's turn; empty for `continue`.
+        answer: the expected text; empty for `continue`, whose reference is the full cache's output.
+        values: strings that a right answer must contain.
         answer_ids: tokens of the expected answer.
     """
 
@@ -70,17 +70,17 @@ class Prompt:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Context and question."""
+        """Token ids of context and question together."""
         return (*self.context, *self.question)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer's marks.
+    """The scores of an answer.
 
     Args:
-        exact: whether it is what was asked for and nothing else.
-        share: how much of what was asked for it holds, 0 to 1; of a question this is RULER's score.
+        exact: True if the answer is the expected one and nothing else.
+        share: share of the expected content that the answer contains, 0 to 1; for questions, RULER's score.
     """
 
     exact: bool
@@ -98,21 +98,21 @@ def make_prompts(
     seed: int,
     chat: bool | None = None,
 ) -> dict[int, list[Prompt]]:
-    """Prompts by length, `count` of each length, the tasks in turn; one never depends on how many there are.
+    """Make `count` prompts of each length, the tasks in turn; a prompt does not depend on `count`.
 
     Args:
-        target: with a tokenizer.
-        texts: name -> held-out text that questions are hidden in or that is continued.
-        tasks: of `TASKS`.
+        target: the frozen model, which needs a tokenizer.
+        texts: name -> held-out text to hide questions in, or to continue.
+        tasks: names from `TASKS`.
         lengths: tokens of a prompt, context and question together.
-        count: prompts of each length.
-        margin: tokens of text that `continue` leaves after its prompt.
-        seed: of everything random.
-        chat: whether questions are put into the chat template; None: if the tokenizer has one.
+        count: number of prompts of each length.
+        margin: tokens of text that must follow the prompt of a `continue` task.
+        seed: the random seed.
+        chat: put questions into the chat template; None: if the tokenizer has one.
 
     Raises:
         ConfigError: a length too short for its task, a target without a tokenizer, or no chat template where
-            one is asked for.
+            one is required.
         DataError: no text, or too little for `continue`.
     """
     tokenizer = target.require_tokenizer()
@@ -136,36 +136,36 @@ def make_prompts(
 
 
 def judge(prompt: Prompt, text: str) -> Judged:
-    """Marks of an answer to a question.
+    """Score an answer to a question.
 
-    The share is RULER's string match: of the values asked for, those that stand in the answer, case ignored;
-    of a quotation its first words in a row (`quoted`), since its question does not say how long it goes on.
-    Exact are the values asked for, in any order, and no other number or name, and a quotation that begins
-    with those words.
+    The share is RULER's string match: the share of the expected values that occur in the answer, case
+    ignored; for a quotation, its first words as one string (`quoted`), since the question does not say how
+    long to quote. Exact means the expected values, in any order, and no other number or name, or a quotation
+    that begins with those words.
 
     Args:
-        prompt: what was asked; not of the task `continue`.
-        text: the answer, its end mark taken off.
+        prompt: a prompt of any task except `continue`.
+        text: the answer without its end token.
     """
     found = match_all(_spaced(clean(text)), wanted(prompt))
     if prompt.task == "quote":
         return Judged(_spaced(text).startswith(quoted(prompt.answer)), found)
-    said = NAME.findall(text) if prompt.task == "chains" else numbers_in(text)
-    return Judged(Counter(said) == Counter(prompt.values), found)
+    mentioned = NAME.findall(text) if prompt.task == "chains" else numbers_in(text)
+    return Judged(Counter(mentioned) == Counter(prompt.values), found)
 
 
 def wanted(prompt: Prompt) -> list[str]:
-    """What must stand in a right answer, each run of white space being one space."""
+    """The strings that a right answer must contain, with single spaces."""
     if prompt.task == "quote":
         return [quoted(prompt.answer)]
     return list(prompt.values)
 
 
 def quoted(passage: str) -> str:
-    """The words of a passage that a quotation must hold, one space between them.
+    """The beginning of a passage that a quotation must contain, with single spaces between words.
 
     The first `QUOTED`, or fewer where the passage's first sentence ends after `LEAST_QUOTED` words or more:
-    whoever quotes to the end of the sentence has quoted it. Quotation marks after that end are left out.
+    an answer that quotes up to the end of the sentence is right. Quotation marks after that end are dropped.
     """
     words = passage.split()[:QUOTED]
     for count, word in enumerate(words, 1):
@@ -176,21 +176,21 @@ def quoted(passage: str) -> str:
 
 
 def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:
-    """Marks of a continuation: the share of the full cache's tokens that stand at the same places."""
+    """Score a continuation: the share of the full cache's tokens that it has at the same positions."""
     same = sum(a == b for a, b in zip(tokens, gold, strict=False))
     longest = max(len(tokens), len(gold), 1)
     return Judged(list(tokens) == list(gold), same / longest)
 
 
 def _spaced(text: str) -> str:
-    """A text whose runs of white space are one space each: passages keep the line breaks of their text."""
+    """Replace every run of white space by one space, since passages keep their text's line breaks."""
     return " ".join(text.split())
 
 
 def _points(
     target: Target, texts: Mapping[str, str], longest: int, *, count: int, margin: int, seed: int
 ) -> list[Point]:
-    """Places in the texts to continue from, the same at every length."""
+    """Positions in the texts to continue from, the same at every length."""
     tokenizer = target.require_tokenizer()
     documents = [
         HeldOutText(name, "text", np.asarray(plain_ids(tokenizer, text), dtype=np.int64))
@@ -210,12 +210,12 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class TrueScores:
-    """The scores of an oracle, computed for a batch when first asked for and kept on the host.
+    """True importance scores from an oracle, computed at the first access for a batch and cached on the host.
 
     Args:
-        oracle: makes the evictor that has the true scores.
-        answer_tokens: most tokens of an answer.
-        skip: last positions of a prompt that are left out: a policy with a window keeps them unscored.
+        oracle: creates the evictor that computes the true scores.
+        answer_tokens: the maximum number of tokens of an answer.
+        skip: number of last prompt positions to exclude: policies with a window keep them without scoring.
     """
 
     oracle: Callable[[], Evictor]
@@ -226,15 +226,16 @@ class TrueScores:
     def compare(
         self, target: Target, prompts: Sequence[Encoded], answers: Sequence[Ids], s_LBGS: Tensor
     ) -> list[dict[str, float]]:
-        """`recall@k` and `rank_tau` of a batch's scores beside the true ones, mean over layers and KV heads.
+        """Compare a batch's scores with the true ones: `recall@k` and `rank_tau`, mean over layers and KV
+        heads.
 
-        Neither side is pooled. Recall at k is left out for prompts of k ranked tokens or fewer, all of which
+        Neither side is pooled. Recall at k is omitted for prompts of k ranked tokens or fewer, all of which
         would be among the best.
 
         Args:
             target: the frozen model.
-            prompts: the batch.
-            answers: tokens of the expected answers, for an oracle that is told them.
+            prompts: the prompts of the batch.
+            answers: tokens of the expected answers, for an oracle that reads them.
             s_LBGS: a policy's scores.
         """
         names = tuple(ids_sha256([*prompt.ids, *prompt.after]) for prompt in prompts)
@@ -249,7 +250,7 @@ class TrueScores:
 
     def _compute(self, target: Target, prompts: Sequence[Encoded], answers: Sequence[Ids]) -> Tensor:
         oracle = self.oracle()
-        if isinstance(oracle, ToldOracle):
+        if isinstance(oracle, QuestionOracle):
             oracle.tell([prompt.after for prompt in prompts], answers)
         look = _Look(oracle, self.answer_tokens)
         engine = Engine(target, Parts(evictor=look, name="oracle"), limits=Limits(batch=len(prompts)))
@@ -262,22 +263,22 @@ def _compare(pred_XS: Tensor, true_XS: Tensor) -> dict[str, float]:
     size = true_XS.shape[-1]
     found = {f"recall@{k}": float(recall_at(pred_XS, true_XS, k).mean()) for k in RECALLS if size > k}
     tau_X = kendall_tau(pred_XS, true_XS)
-    real = tau_X[~tau_X.isnan()]  # of the rankings that say anything
+    real = tau_X[~tau_X.isnan()]  # without rankings whose correlation is undefined
     return found | ({"rank_tau": float(real.mean())} if len(real) else {})
 
 
 class _Look:
-    """Takes an evictor's scores and evicts nothing."""
+    """Records an evictor's scores and evicts nothing."""
 
     def __init__(self, evictor: Evictor, answer_tokens: int) -> None:
         self.evictor, self.name, self.answer_tokens = evictor, evictor.name, answer_tokens
         self.found: Tensor | None = None
 
-    def extra_rows(self, longest: int) -> int:
-        return max(self.evictor.extra_rows(longest), self.answer_tokens)
+    def extra_tokens(self, longest: int) -> int:
+        return max(self.evictor.extra_tokens(longest), self.answer_tokens)
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        return self.evictor.watch(lengths)
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        return self.evictor.hook(lengths)
 
     def select(self, run: PromptRun) -> Keep | None:
         assert isinstance(self.evictor, Scorer)

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness (lm-eval): its tasks with their requests, its scores, and the model that it is shown.
+"""Adapter to lm-evaluation-harness (lm-eval): its tasks and requests, its scores, and the model object it
+calls.
 
 This module needs the package lm-eval; `evaluation/suites/lm_eval.py` runs the requests on our systems.
 """
@@ -46,22 +47,22 @@ FEWSHOT_SEED, PYTHON_SEED, NUMPY_SEED = 1234, 0, 1234
 """The seeds that `lm_eval.simple_evaluate` sets by default."""
 
 Key = tuple[str, int, int]
-"""A request's task, document and number within the document."""
+"""A request's task, document number, and number within the document."""
 Pair = tuple[list[int], list[int]]
-"""Tokens of a context, and the tokens after it that are scored."""
+"""Token ids of a context, and of its continuation, which is scored."""
 
 
 class RecordedModel(TemplateLM):
-    """A model as lm-eval sees it, which gives answers that were recorded before.
+    """The model object that lm-eval calls; it returns answers that were recorded before.
 
     It also encodes requests, exactly as lm-eval's own Hugging Face model does.
 
     Args:
-        target: gives the tokenizer and the window.
-        answers: for each request its answers, one for each of its repeats.
+        target: the frozen model, for its tokenizer and context window.
+        answers: the answers to each request, one per repeat.
 
     Raises:
-        ConfigError: the target has no tokenizer, or the tokenizer has no token that ends a text.
+        ConfigError: the target has no tokenizer, or the tokenizer has no end-of-text token.
     """
 
     def __init__(self, target: Target, answers: Mapping[Key, Sequence[Any]] | None = None) -> None:
@@ -74,12 +75,12 @@ class RecordedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The end-of-text token."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without context."""
+        """The token that precedes a text without context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
@@ -89,7 +90,7 @@ class RecordedModel(TemplateLM):
         return str(self.tokenizer.name_or_path)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; no beginning token is added to a text that has one already."""
+        """Token ids of a text; no begin-of-text token is added if the text starts with one."""
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         if not options and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             options = {"add_special_tokens": False}
@@ -98,7 +99,7 @@ class RecordedModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation in the tokenizer's chat template."""
+        """Render a conversation with the tokenizer's chat template."""
         return str(
             apply_template(
                 self.tokenizer,
@@ -111,7 +112,9 @@ class RecordedModel(TemplateLM):
         )
 
     def pairs(self, request: Instance) -> list[Pair]:
-        """What a likelihood request scores: one pair, or several windows of a rolling request."""
+        """The (context, continuation) pairs of a likelihood request: one pair, or a rolling request's
+        windows.
+        """
         if request.request_type == ROLLING:
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
@@ -137,9 +140,9 @@ class Library:
     """Tasks as lm-eval loads them, with their requests.
 
     Args:
-        loaded: tasks and groups, as `TaskManager.load` gives them.
-        limit: documents of each task; None: all.
-        chat: whether requests are in the chat template.
+        loaded: tasks and groups, as returned by `TaskManager.load`.
+        limit: maximum number of documents per task; None: all.
+        chat: True if requests are rendered with the chat template.
     """
 
     loaded: Any
@@ -148,7 +151,7 @@ class Library:
 
     @property
     def tasks(self) -> dict[str, Any]:
-        """Every task that is run, by name; a group's tasks are among them."""
+        """All tasks that are run, by name, including the members of groups."""
         return dict(self.loaded["tasks"])
 
     def aggregate(self, model: RecordedModel) -> dict[str, Any]:
@@ -161,7 +164,7 @@ class Library:
                 model,
                 self.loaded,
                 limit=self.limit,
-                bootstrap_iters=0,  # intervals are our harness's
+                bootstrap_iters=0,  # the harness computes its own intervals
                 log_samples=False,
                 apply_chat_template=self.chat,
             )
@@ -181,15 +184,15 @@ def load(
 
     Args:
         names: tasks, groups or tags of lm-eval, or of the folder `include`.
-        model: encodes requests and renders conversations.
+        model: the adapter that encodes requests and renders conversations.
         include: a folder with further tasks in lm-eval's own format.
-        fewshot: solved examples in each prompt; None: as the task says.
+        fewshot: solved examples in each prompt; None: the task's own number.
         limit: documents of each task, from the first; None: all.
         chat: put requests into the chat template.
 
     Raises:
-        ConfigError: a task that does not exist, or that runs generated code or needs pictures or sound.
-        DataError: a task whose data cannot be read.
+        ConfigError: a task does not exist, runs generated code, or needs images or audio.
+        DataError: the data of a task cannot be read.
     """
     random.seed(PYTHON_SEED)
     np.random.seed(NUMPY_SEED)
@@ -211,22 +214,22 @@ def load(
                 )
                 vars(task)["build_all_requests"] = lambda **_: (
                     None
-                )  # `evaluate` takes the requests as they are
+                )  # `evaluate` takes these requests as they are
         except ConfigError:
             raise
-        except Exception as error:  # lm-eval and datasets raise whatever they run into
+        except Exception as error:  # lm-eval and datasets raise errors of any type
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise DataError(f"lm-eval cannot load {', '.join(names)}: {reason}") from error
     return Library(loaded, limit, chat)
 
 
 def key_of(request: Instance) -> Key:
-    """What a request's answers are found by."""
+    """The key of a request's answers."""
     return str(request.task_name), int(request.doc_id or 0), int(request.idx)
 
 
 def generation_of(task: Any) -> dict[str, Any]:
-    """How a task generates: `max_gen_toks`, `until`, `temperature`, with lm-eval's defaults.
+    """A task's generation settings (`max_gen_toks`, `until`, `temperature`) with lm-eval's defaults.
 
     Raises:
         ConfigError: the documents of the task ask for different settings.
@@ -245,20 +248,20 @@ def cut_answer(text: str, until: Sequence[str]) -> str:
     return str(postprocess_generated_text(text, list(until), None))
 
 
-def main_figure(task: Any) -> tuple[str, str]:
-    """The metric and the filter of the figure that stands for a task: the first of each."""
+def main_metric(task: Any) -> tuple[str, str]:
+    """The metric and the filter of a task's main score: the first of each."""
     return next(iter(task.aggregation())), str(task._filters[0].name)
 
 
 def score(task: Any, requests: Sequence[Instance], answers: Sequence[Any]) -> float | None:
-    """A document's value in the task's main figure; None where that figure is no mean of values from 0 to 1.
+    """A document's value of the task's main metric; None if that metric is not a mean of values from 0 to 1.
 
     Args:
-        task: of lm-eval.
-        requests: all of the document's.
-        answers: one for each.
+        task: an lm-eval task.
+        requests: all requests of the document.
+        answers: one answer per request.
     """
-    metric, name = main_figure(task)
+    metric, name = main_metric(task)
     if task.aggregation()[metric] is not mean or not task.higher_is_better().get(metric, True):
         return None
     copies = [replace(one, resps=[given]) for one, given in zip(requests, answers, strict=True)]
@@ -269,7 +272,7 @@ def score(task: Any, requests: Sequence[Instance], answers: Sequence[Any]) -> fl
 
 
 def _manager(names: Sequence[str], include: str | None) -> Any:
-    """lm-eval's index of tasks; its own 14,000 are left out where `include` has every name: that is slow."""
+    """lm-eval's task index. Its own 14,000 tasks, slow to index, are skipped if `include` has every name."""
     if include is not None and not Path(include).expanduser().is_dir():
         raise ConfigError(f"suite.include={include}: no such folder; pass a folder of lm-eval tasks, or null")
     where = None if include is None else str(Path(include).expanduser())
@@ -293,7 +296,7 @@ def _check(name: str, task: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, lm-eval neither logs below warnings nor draws progress bars."""
+    """Context manager: lm-eval logs only warnings and errors, and draws no progress bars."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,7 @@
-"""LongBench's rows, from a local folder, a zip file or the Hub, and whether they are those published.
+"""Reads LongBench's examples from a local folder, a zip file or the Hub, and checks if they are the published
+ones.
 
-Kept by hand: the data set's own loader is a script that needs the Hub, and scores are compared to the digit.
+The data set's own loader is not used: it is a script that needs the Hub, and scores must match to the digit.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from longtrain.evaluation.task import Example
 
 HUB = "THUDM/LongBench"
 PUBLISHED = (HUB, "zai-org/LongBench")
-"""The authors' data set on the Hub, under its first name and the one it has now."""
+"""The authors' data set on the Hub, under its first and its present name."""
 ARCHIVE = "data.zip"
 """The file of the Hub's data set that holds `data/TASK.jsonl` of every task."""
 
 DATA = json.loads((asset_dir("bundled") / "benchmarks" / "longbench.json").read_text(encoding="utf-8"))
 TEMPLATES: dict[str, str] = DATA["templates"]
-"""Task -> prompt, to the letter, in the order of the paper's tables."""
+"""Task -> prompt, unchanged from the official file, in the order of the paper's tables."""
 WORDS_OFF = 0.05
-"""How far the mean words of a copy's rows may lie from those published, which are rounded."""
+"""Tolerance of a copy's mean number of words relative to the published ones, which are rounded."""
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "input": (str,),
@@ -42,28 +43,28 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "all_classes": (list, type(None)),
     "_id": (str,),
 }
-"""Field of a published row -> its types."""
+"""Field of a published example -> its allowed types."""
 OWN_FIELDS = {field: FIELDS[field] for field in ("input", "context", "answers")}
-"""What a row of one's own must have; the other fields follow from these and from the file's name."""
+"""Fields that users' own examples must have; the others are derived from these and from the file's name."""
 
 CODE = ("lcc", "repobench-p")
-"""Tasks whose `language` is that of the code; of the others it is `en`."""
+"""Tasks whose field `language` is a programming language; in the other tasks it is `en`."""
 
 _PUBLISHED_ID = re.compile(r"[0-9a-f]{48}")
 
 
 def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, ...]]:
-    """The rows of each task, in the order of its file.
+    """Read the examples of each task, in the order of its file.
 
     Args:
         where: a folder with `TASK.jsonl` files (plain, .xz or .gz; also in a folder `data` in it), a zip file
-            of one, or a data set on the Hub, e.g. `HUB`. What exists on disk goes first.
-        names: tasks.
+            of one, or a data set on the Hub, e.g. `HUB`. A path that exists on disk takes precedence.
+        names: task names.
 
     Raises:
-        ConfigError: `where` is nothing of these.
-        DataError: a task's file is missing or empty, a row lacks a field, has one of another type or belongs
-            to another task (file and line are named), or the Hub does not answer.
+        ConfigError: `where` is none of these.
+        DataError: a task's file is missing or empty, an example lacks a field, has one of another type or
+            belongs to another task (file and line are named), or the Hub does not answer.
     """
     path, whole = Path(where).expanduser(), published(where)
     if path.is_dir():
@@ -92,36 +93,36 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
 
 
 def published(where: str) -> bool:
-    """Whether rows come from the authors' own data set on the Hub, and not from a copy on disk."""
+    """True if examples come from the authors' own data set on the Hub, and not from a copy on disk."""
     return where in PUBLISHED and not Path(where).exists()
 
 
 def unlike_published(name: str, rows: Sequence[Example]) -> list[str]:
-    """What shows that the rows of a copy are not those published; nothing where all that is known fits.
+    """Evidence that a copy's examples are not the published ones; empty if all known facts match.
 
-    No hash of the whole data set is to be had without the Hub, so a copy must hold what is published of it:
-    ids of 48 hex digits, the answers of the rows that MiniLongBench publishes, and the paper's mean length.
+    No hash of the whole data set is published, so a copy is compared with the facts that are published:
+    ids of 48 hex digits, the answers of the examples in MiniLongBench, and the paper's mean length.
 
     Args:
-        name: of the task.
-        rows: all of the copy's.
+        name: the task's name.
+        rows: all examples of the copy.
     """
     found = []
     if strange := [row for row in rows if not _PUBLISHED_ID.fullmatch(str(row.fields["_id"]))]:
         found.append(f"{len(strange)} ids of {name} that are not of the published form")
     missing = set(DATA["answers"][name]) - {answer_mark(name, row.fields["answers"]) for row in rows}
     if missing:
-        found.append(f"{len(missing)} published rows of {name} are missing")
+        found.append(f"{len(missing)} published examples of {name} are missing")
     words = sum(len(_text_of(row.fields).split()) for row in rows) / len(rows)
     if abs(words / DATA["mean_words"][name] - 1) > WORDS_OFF:
         found.append(
-            f"rows of {name} have {words:.0f} words on average, published {DATA['mean_words'][name]}"
+            f"examples of {name} have {words:.0f} words on average, published {DATA['mean_words'][name]}"
         )
     return found
 
 
 def answer_mark(name: str, answers: Sequence[str]) -> str:
-    """12 hex digits of the hash of a row's answers, runs of white space counted as one space."""
+    """12 hex digits of the hash of an example's answers, with runs of white space replaced by one space."""
     text = "\n".join([name, *(" ".join(answer.split()) for answer in answers)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -129,19 +130,19 @@ def answer_mark(name: str, answers: Sequence[str]) -> str:
 def read_rows(
     path: Path, name: str, shown: Path | None = None, *, whole: bool = False
 ) -> tuple[Example, ...]:
-    """The checked rows of one task's file; a row whose `_id` was there before gets `#2`, `#3` and so on.
+    """Read and check the examples of one task's file; a repeated `_id` gets the suffix `#2`, `#3` and so on.
 
-    A row of one's own may leave out what no score depends on: `length` is then its words, `dataset` the
-    file's name, `language` English, `all_classes` null and `_id` the row's number.
+    Users' own examples may omit fields that no score depends on. Defaults: `length` is the number of words,
+    `dataset` the file's name, `language` English, `all_classes` null and `_id` the line number.
 
     Args:
-        path: of the file.
-        name: of the task.
-        shown: where messages say that it lies; None: its folder.
-        whole: rows are to have every field, as those published have.
+        path: the file.
+        name: the task's name.
+        shown: the location to name in messages; None: the file's folder.
+        whole: require every published field.
 
     Raises:
-        DataError: no row, or a wrong one.
+        DataError: there is no example, or an invalid one.
     """
     rows: list[dict[str, Any]] = []
     for place, given in read_jsonl(path):
@@ -153,7 +154,7 @@ def read_rows(
         fields.setdefault("length", len(_text_of(fields).split()))
         rows.append(fields)
     if not rows:
-        raise DataError(f"{path} holds no row; LongBench's {name} was expected there")
+        raise DataError(f"{path} has no example; LongBench's {name} was expected there")
     return tuple(map(Example, distinct(row["_id"] for row in rows), rows))
 
 
@@ -162,7 +163,7 @@ def _text_of(fields: Mapping[str, Any]) -> str:
 
 
 def _file(folder: Path, name: str, shown: str = "") -> Path:
-    """The file of a task in a folder or in `data` below it."""
+    """The path of a task's file, in the folder or in `data` below it."""
     for parent in (folder, folder / "data"):
         for packed in PACKED_SUFFIXES:
             if (file := parent / f"{name}.jsonl{packed}").is_file():
@@ -188,8 +189,8 @@ def _check(fields: Mapping[str, Any], place: str, name: str) -> None:
                 raise DataError(f"{place}: field '{field}' holds {item!r}; it must hold strings alone")
     if not fields["answers"]:
         raise DataError(
-            f"{place}: field 'answers' is an empty list, so no text could score; give an answer or leave out "
-            "the row"
+            f"{place}: field 'answers' is an empty list, so no output could score; give an answer or leave "
+            "out the example"
         )
     if name == "trec" and not fields["all_classes"]:
         raise DataError(f"{place}: field 'all_classes' is empty; {name} needs the list of all classes")

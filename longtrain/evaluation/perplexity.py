@@ -1,5 +1,5 @@
-"""Perplexity over sliding windows with whatever cache a system brings: the context is read and evicted first,
-then the tokens that follow it are given to the target.
+"""Perplexity over sliding windows with any cache of a system: the context is prefilled and evicted first,
+then the target computes the logits of the tokens that follow.
 
 Shapes: B batch, T tokens, E hidden dim.
 """
@@ -21,13 +21,13 @@ from longtrain.decoding.prefill import Prefilled, pad, prefill
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 ROWS = 256
-"""Tokens given to the target at once; a matter of memory alone."""
+"""Tokens per forward pass; affects memory only."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,34 @@ class TextWindow:
 
 @dataclass(frozen=True)
 class Nats:
-    """What a window's tokens cost.
+    """The negative log-likelihood of a window's scored tokens.
 
     Args:
-        nats: summed negative log-likelihood of its scored tokens.
-        tokens: how many these are.
-        kept_rows: rows of the context in the cache, mean over layers and KV heads.
-        likeliest: tokens that were the most probable ones, which greedy decoding would have written.
+        nats: summed negative log-likelihood of the scored tokens.
+        tokens: number of scored tokens.
+        kept_entries: the context's KV entries in the cache, mean over layers and KV heads.
+        likeliest: number of scored tokens that were the most probable (greedy) choice.
     """
 
     nats: float
     tokens: int
-    kept_rows: float
+    kept_entries: float
     likeliest: int
 
 
 def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[TextWindow]:
     """The windows of a text; each token but the first is scored once.
 
-    The first window scores all of its tokens but one; each further window moves on by `stride` tokens and
-    scores these.
+    The first window scores all of its tokens but one; each further window advances by `stride` tokens and
+    scores those.
 
     Args:
-        n_tokens: of the text.
+        n_tokens: number of tokens of the text.
         window: tokens of a window, context and scored ones.
         stride: tokens scored in each window but the first.
 
     Raises:
-        ConfigError: a stride that leaves no context.
+        ConfigError: the stride leaves no context.
 
     Source: the sliding window of the Hugging Face documentation, "Perplexity of fixed-length models".
     """
@@ -94,15 +94,15 @@ def measure(
     scored: Sequence[Sequence[int]],
     rows: int = ROWS,
 ) -> list[Nats]:
-    """Cost of the tokens that follow each context.
+    """Compute the negative log-likelihood of the tokens that follow each context.
 
     Args:
         target: the frozen model.
-        parts: its evictor drops rows of the contexts, its cache holds them, its selector says what is read of
-            them; a draft has no part in this.
+        parts: evictor (drops KV entries of the contexts), cache, and selector (chooses the entries that are
+            read); a draft is ignored.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
-        rows: see `foretold`.
+        rows: tokens per forward pass, see `predicted_logits`.
 
     Raises:
         ConfigError: a window is longer than the target's context, or an empty part.
@@ -110,21 +110,21 @@ def measure(
     """
     read = read_contexts(target, parts, contexts, scored=scored)
     nats, likeliest = [0.0] * len(scored), [0] * len(scored)
-    for row, at, logits_TV in foretold(target, read, scored, rows=rows, selector=parts.selector):
+    for row, at, logits_TV in predicted_logits(target, read, scored, rows=rows, selector=parts.selector):
         wanted_T = torch.tensor(scored[row][at : at + len(logits_TV)], device=logits_TV.device)
         nats[row] += float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
         likeliest[row] += int((logits_TV.argmax(-1) == wanted_T).sum())
-    return [Nats(*one) for one in zip(nats, map(len, scored), read.kept_rows, likeliest, strict=True)]
+    return [Nats(*one) for one in zip(nats, map(len, scored), read.kept_entries, likeliest, strict=True)]
 
 
 def read_contexts(
     target: Target, parts: Parts, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
 ) -> Prefilled:
-    """Contexts in the cache that `parts` brings, evicted, with room for what follows them.
+    """Prefill contexts into the cache of `parts` and evict, with room for the tokens that follow.
 
     Args:
         target: the frozen model.
-        parts: evictor, cache, and a selector, which is started.
+        parts: evictor, cache, and a selector, which is initialised.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
 
@@ -141,7 +141,7 @@ def read_contexts(
         )
     if min(map(len, contexts)) < 1 or min(counts) < 1:
         raise ConfigError("a window without context or without tokens to score; give at least one of each")
-    engine = Engine(target, parts)  # checks that the parts go together
+    engine = Engine(target, parts)  # raises if the parts do not go together
     read = prefill(
         target,
         engine.new_cache,
@@ -157,7 +157,7 @@ def read_contexts(
 
 
 @torch.no_grad()
-def foretold(
+def predicted_logits(
     target: Target,
     read: Prefilled,
     scored: Sequence[Sequence[int]],
@@ -165,35 +165,36 @@ def foretold(
     rows: int = ROWS,
     selector: Selector | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """The target's logits for each token after the contexts, which are told the text itself, not samples.
+    """Compute the target's logits for each token after the contexts, with the text itself as input (teacher
+    forcing).
 
-    The first token is foretold by the context's last row, before eviction, like the first of an answer. On a
-    cache that changes what it keeps at certain tokens (`KVCache.commit_limit`) a step ends there, as in
-    decoding.
+    The first token is predicted by the context's last position, before eviction, like the first of an answer.
+    On a cache that changes its stored entries at certain tokens (`KVCache.commit_limit`) a step ends there,
+    as in decoding.
 
     Args:
         target: the frozen model.
-        read: the contexts (`read_contexts`); their cache is written on.
+        read: the contexts (`read_contexts`); tokens are appended to their cache.
         scored: the tokens after each.
-        rows: tokens given to the target at once, or fewer where the cache takes no more.
-        selector: says what each step reads; that of the contexts.
+        rows: tokens per forward pass, or fewer if the cache's limit is lower.
+        selector: the selector of the contexts, which chooses the KV entries that each step reads.
 
     Yields:
-        Number of a window, number of the first of its scored tokens, and logits_TV in fp32 (fp64 for fp64)
+        Index of a window, index of the first of its scored tokens, and logits_TV in fp32 (fp64 for fp64)
         for this and the following ones.
     """
     assert read.step.logits_BTV is not None
     wide = torch.promote_types(target.dtype, torch.float32)
     for row, logits_V in enumerate(read.step.logits_BTV[:, -1].to(wide)):
         yield row, 0, logits_V[None]
-    for at_B, m_B, hidden_BTE in told(target, read, scored, rows=rows, selector=selector):
+    for at_B, m_B, hidden_BTE in hidden_states(target, read, scored, rows=rows, selector=selector):
         for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
             if count:
                 yield row, at, target.head(hidden_BTE[row, :count]).to(wide)
 
 
 @torch.no_grad()
-def told(
+def hidden_states(
     target: Target,
     read: Prefilled,
     scored: Sequence[Sequence[int]],
@@ -201,14 +202,14 @@ def told(
     rows: int = ROWS,
     selector: Selector | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Final hidden states at the tokens after the contexts, step by step; see `foretold`.
+    """Yield final hidden states at the tokens after the contexts, step by step; see `predicted_logits`.
 
     Yields:
-        at_B, numbers of the first scored tokens that the step's rows foretell, from 1 on; m_B, how many of
-        its rows count; hidden_BTE.
+        at_B, indices of the first scored tokens that the step's positions predict, from 1 on; m_B, the number
+        of valid positions; hidden_BTE.
     """
     targets_BT, n_B = pad(scored, target.device)
-    last, at_B = n_B - 1, torch.zeros_like(n_B)  # the last token is foretold, never given
+    last, at_B = n_B - 1, torch.zeros_like(n_B)  # the last token is predicted, never an input
     rows = min(rows, read.cache.step_limit() or rows)
     while bool((at_B < last).any()):
         m_B = (last - at_B).clamp(0, rows)
@@ -217,14 +218,14 @@ def told(
         step_T = torch.arange(int(m_B.max()), device=target.device)
         from_BT = (at_B[:, None] + step_T).clamp(max=targets_BT.shape[1] - 1)
         ids_BT, pos_BT = targets_BT.gather(1, from_BT), (read.n_B + at_B)[:, None] + step_T
-        given, want = Rows(pos_BT, ids_BT, n_B=m_B), Want("none", hidden=(-1,))
-        step = given_step(target, read.cache, given, want=want, selector=selector)
+        given, outputs = TokenBatch(pos_BT, ids_BT, n_B=m_B), OutputRequest("none", hidden=(-1,))
+        step = given_step(target, read.cache, given, outputs=outputs, selector=selector)
         yield at_B + 1, m_B, step.hidden[-1]
         at_B = at_B + m_B
 
 
 def perplexity(nats: float, tokens: int) -> float:
-    """Exponential of the mean cost of a token; NaN without tokens, infinite beyond what a float holds."""
+    """Exponential of the mean negative log-likelihood per token; NaN without tokens, infinite on overflow."""
     if not tokens:
         return math.nan
     try:

@@ -1,6 +1,6 @@
-"""From a prompt's text to token ids: cut in the middle if too long, then put into the chat template.
+"""Converts a prompt's text to token ids: cut in the middle if too long, then put into the chat template.
 
-`around_message` and `chat_ids` say what the template puts before and after a user's message.
+`around_message` and `chat_ids` return what the template puts before and after a user's message.
 
 Shapes: T tokens.
 """
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 NO_TEMPLATE = (
     "this task's prompt is a chat message and the tokenizer has no chat template; set "
-    "target.chat_template, or run without chat (the result then says so)"
+    "target.chat_template, or run without chat (the result then has a note)"
 )
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
-"""What templates that ask for the date are told, so that a prompt is the same on every day: the date that
-Llama 3.1's template has where it cannot ask."""
+"""The date given to templates that ask for it, so that prompts do not depend on the day. It is the
+default date of Llama 3.1's template.
+"""
 _DIRECTIVES = "aAbBcdHIjmMpSuUwWxXyYzZ"
 
 
@@ -36,9 +37,9 @@ class Encoded:
     """A prompt as token ids.
 
     Args:
-        ids: what is there when rows are evicted.
-        cut: whether the middle was left out.
-        after: what is read after eviction, such as a question that no policy is to see.
+        ids: tokens in the cache when KV entries are evicted.
+        cut: True if the middle was left out.
+        after: tokens read after eviction, such as a question that the policy must not see.
     """
 
     ids: tuple[int, ...]
@@ -47,7 +48,7 @@ class Encoded:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tokens: int) -> Encoded:
-    """The tokens the target is given.
+    """Encode a prompt's text, cut to `max_tokens` if it is too long.
 
     As in the official runner, the text is measured with its special tokens and without the chat template. If
     it is too long, its first and last `max_tokens // 2` tokens are turned back into text, special tokens left
@@ -57,8 +58,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tok
     Args:
         tokenizer: the target's.
         text: the filled template of a task.
-        chat: put the text into the chat template as a user's message, thinking switched off.
-        max_tokens: most tokens of the text.
+        chat: put the text into the chat template as a user's message, with thinking off.
+        max_tokens: the maximum number of tokens of the text.
 
     Raises:
         ConfigError: `max_tokens` below 2, or `chat` without a chat template.
@@ -85,12 +86,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tok
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, thinking: bool = False
 ) -> tuple[int, ...]:
-    """The tokens of a conversation up to where the assistant's next answer begins.
+    """The tokens of a conversation up to the beginning of the assistant's next answer.
 
     Args:
         tokenizer: the target's.
         messages: each with `role` and `content`, the last one the user's.
-        thinking: switched on in templates that have the switch.
+        thinking: turn thinking on in templates that have the option.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -103,12 +104,12 @@ def encode_chat(
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: Any
 ) -> str:
-    """The text of a conversation up to where the assistant's next answer begins, the same on every day.
+    """Render a conversation up to the beginning of the assistant's next answer, independent of the date.
 
     Args:
         tokenizer: the target's.
         messages: each with `role` and `content`.
-        options: variables of the template.
+        options: variables passed to the template.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -131,29 +132,30 @@ def render_chat(
 
 
 def _dated(template: str) -> str:
-    """A template whose `strftime_now` is that of `TODAY`: a macro goes before the function of the renderer.
+    """Prefix a template with a macro `strftime_now` that returns `TODAY` and takes precedence over the
+    renderer's.
 
     The line break after the macro belongs to its last tag (templates are rendered with `trim_blocks`), so
     the template begins on a line of its own, as it would alone.
     """
     known = {f"%{mark}{one}" for one in _DIRECTIVES for mark in ("-", "")}
-    said = "".join(f" | replace({one!r}, {TODAY.strftime(one)!r})" for one in sorted(known))
-    return f"{{% macro strftime_now(format) -%}}{{{{ format{said} }}}}{{%- endmacro %}}\n{template}"
+    replacements = "".join(f" | replace({one!r}, {TODAY.strftime(one)!r})" for one in sorted(known))
+    return f"{{% macro strftime_now(format) -%}}{{{{ format{replacements} }}}}{{%- endmacro %}}\n{template}"
 
 
 def around_message(tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[str, str]:
-    """The text before a user's message, and that after it up to where the answer begins.
+    """The text before a user's message, and the text after it up to the beginning of the answer.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: a tokenizer with a chat template.
         options: variables of the template, such as `enable_thinking`.
 
     Raises:
         ConfigError: there is no chat template.
-        DataError: the template does not render the message, or does more than once.
+        DataError: the template does not render the message exactly once.
     """
     template = str(tokenizer.chat_template)
-    mark = f"MESSAGE{hashlib.sha256(template.encode()).hexdigest()[:16]}"  # no template holds its own hash
+    mark = f"MESSAGE{hashlib.sha256(template.encode()).hexdigest()[:16]}"  # no template contains its own hash
     rendered = render_chat(tokenizer, [{"role": "user", "content": mark}], **options)
     parts = rendered.split(mark)
     if len(parts) != 2:
@@ -166,14 +168,14 @@ def around_message(tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
-    """Whether a suite's prompts are put into the chat template.
+    """True if a suite's prompts are put into the chat template.
 
     Args:
         tokenizer: the target's.
-        chat: `suite.chat`; None: if there is a template.
+        chat: `suite.chat`; None: True if there is a template.
 
     Raises:
-        ConfigError: a template was asked for and there is none.
+        ConfigError: `chat` is True and there is no template.
     """
     if chat and not tokenizer.chat_template:
         raise ConfigError(
@@ -184,7 +186,7 @@ def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
 
 
 def chat_note(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> str:
-    """What a result says of the chat template; arguments and errors: `uses_chat`."""
+    """The note in results about the chat template; for arguments and errors see `uses_chat`."""
     if uses_chat(tokenizer, chat):
         return "prompts in the target's chat template"
     return f"without chat template: {'suite.chat=false' if chat is False else 'the tokenizer has none'}"
@@ -193,12 +195,12 @@ def chat_note(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> str:
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None, without: str = "\nAnswer:"
 ) -> ChatIds:
-    """The tokens around a user's turn, read off the chat template; plain text without one.
+    """The tokens around a user's turn, taken from the chat template, or plain text without one.
 
     Args:
         tokenizer: the target's.
         chat: see `uses_chat`.
-        without: what stands after the user's text where there is no template.
+        without: text after the user's message if there is no template.
 
     Raises:
         ConfigError: see `uses_chat`.

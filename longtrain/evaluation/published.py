@@ -1,4 +1,4 @@
-"""What a result may be called: a benchmark as it was published, and every departure of a run from it."""
+"""A benchmark as it was published, and the departures of a run from it, which decide the result's title."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation.task import Example, rows_sha256
 
 NAMED = 3
-"""Most tasks that a note lists by name."""
+"""Maximum number of tasks that a note lists by name."""
 
 
 def not_greedy(sampling: Sampling) -> list[str]:
-    """The note of a run that samples; nothing for greedy decoding, whatever top_p and top_k say then."""
+    """A note that the run samples; empty for greedy decoding, whatever top_p and top_k are."""
     if sampling.greedy:
         return []
     parts = [f"temperature {sampling.temperature:g}"]
@@ -26,16 +26,16 @@ def not_greedy(sampling: Sampling) -> list[str]:
 
 @dataclass(frozen=True)
 class Published:
-    """A benchmark as it was published.
+    """The published settings and data of a benchmark.
 
     Args:
-        title: what only a result without departures is called.
-        tasks: task -> its number of rows, None where rows are not counted; empty: tasks are not compared.
-        sha256: task -> the hash of its rows, or how it begins; tasks without one are not compared.
-        fingerprint: rows -> their hash.
+        title: title of results without departures.
+        tasks: task -> its number of examples, or None if not compared; empty: tasks are not compared.
+        sha256: task -> the hash of its examples or a prefix of it; tasks without one are not compared.
+        fingerprint: computes the hash of examples.
         lengths: prompt lengths; empty: they are not compared.
-        settings: key of the suite's group -> its official value.
-        sampled: how the run decodes -> notes of what the benchmark does not do.
+        settings: key of the group `suite` -> its official value.
+        sampled: sampling settings of the run -> notes on departures from the benchmark's decoding.
     """
 
     title: str
@@ -49,12 +49,12 @@ class Published:
     def departures(
         self, rows: Mapping[str, Sequence[Example]], asked: Mapping[str, Any], sampling: Sampling
     ) -> list[str]:
-        """Every departure that shows before anything runs; `Suite` adds prompts that were cut.
+        """List every departure that is known before anything runs; `Suite` adds prompts that were cut.
 
         Args:
-            rows: task -> the rows that are run.
-            asked: the suite's settings as they are run; keys that are missing are not compared.
-            sampling: how the run decodes.
+            rows: task -> the examples of the run.
+            asked: the run's settings of the suite; missing keys are not compared.
+            sampling: the run's sampling settings.
         """
         found = [f"{len(rows)} of {len(self.tasks)} tasks"] if len(rows) < len(self.tasks) else []
         short = {name: self.tasks.get(name) for name in rows}
@@ -62,9 +62,9 @@ class Published:
         if short:
             have, published = sum(len(rows[name]) for name in short), sum(n or 0 for n in short.values())
             which = ", ".join(short) if len(short) <= NAMED else f"{len(short)} tasks"
-            found.append(f"{have} of {published} rows of {which}")
+            found.append(f"{have} of {published} examples of {which}")
         found += [
-            f"rows of {name} that are not the published ones"
+            f"examples of {name} that are not the published ones"
             for name, digest in self.sha256.items()
             if name in rows and name not in short and not self.fingerprint(rows[name]).startswith(digest)
         ]

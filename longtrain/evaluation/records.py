@@ -1,4 +1,4 @@
-"""What came of one example with one system: the texts, the score, and how they were decoded."""
+"""The outcome of one example with one system: its answers, its score, and its draft-verify cycles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtrain.decoding.stats import Cycle
+from longtrain.errors import with_new_names
 
 Json = dict[str, Any]
 
@@ -17,28 +18,28 @@ class Turn:
     """One answer.
 
     Args:
-        text: special tokens left out.
-        tokens: its ids, what ended it included.
-        finish: why it ended: `stop_id`, `stop_string` or `length`.
-        prompt_tokens: tokens of what was before it.
-        kept_rows: rows of the prompt in the cache while it was decoded, mean over layers and KV heads.
-        cache_bytes: this answer's part of the batch's cache while decoding.
+        text: the answer without special tokens.
+        tokens: its token ids, including the end token.
+        finish: the reason it ended: `stop_id`, `stop_string` or `length`.
+        prompt_tokens: number of tokens before it.
+        kept_entries: the prompt's KV entries in the cache during decoding, mean over layers and KV heads.
+        cache_bytes: this answer's share of the batch's cache during decoding.
         full_cache_bytes: the same before eviction.
-        draft_bytes: this answer's part of what the batch's draft held beside it.
+        draft_bytes: this answer's share of the memory of the batch's draft.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish: str
     prompt_tokens: int
-    kept_rows: float
+    kept_entries: float
     cache_bytes: int = 0
     full_cache_bytes: int = 0
     draft_bytes: int = 0
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer, what ended it included."""
+        """Number of tokens of the answer, including the end token."""
         return len(self.tokens)
 
     def to_json(self) -> Json:
@@ -53,22 +54,21 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """An example's outcome.
+    """The outcome of one example with one system.
 
     Args:
         system: name of the system.
         task: name of the task.
         example: id of the example.
-        facets: what figures are split by.
-        prompt_tokens: of the first turn; 0 where nothing was generated.
+        facets: properties by which metrics are split.
+        prompt_tokens: number of prompt tokens of the first turn; 0 if nothing was generated.
         prompt_sha256: 16 hex digits of the hash of the first turn's ids.
-        cut: whether the prompt's middle was left out.
-        turns: the answers; empty where nothing was generated. Of several samples the first.
-        score: 0 to 1; None where there is none. Of several samples the mean.
-        measures: figures of a `Measured` task, or those beside the score.
-        cycles: of each turn, where a draft ran.
-        samples: the answers of further samples.
-        failed: why there is no outcome (`out of memory`); empty where there is one.
+        cut: True if the prompt's middle was left out.
+        turns: the answers; empty if nothing was generated.
+        score: the score, 0 to 1, or None.
+        measures: metrics of a `Measured` task, or metrics beside the score.
+        cycles: draft-verify cycles of each turn, if a draft ran.
+        failed: the reason if there is no outcome (`out of memory`), else empty.
     """
 
     system: str
@@ -82,21 +82,20 @@ class Record:
     score: float | None = None
     measures: dict[str, float] | None = None
     cycles: tuple[tuple[Cycle, ...], ...] | None = None
-    samples: tuple[tuple[Turn, ...], ...] = ()
     failed: str = ""
 
     @property
     def texts(self) -> list[str]:
-        """The answers, turn by turn."""
+        """The text of each turn's answer."""
         return [turn.text for turn in self.turns]
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Total number of tokens of all answers."""
         return sum(turn.output_tokens for turn in self.turns)
 
     def rows(self) -> list[list[Cycle]]:
-        """The cycles of each turn; empty where no draft ran."""
+        """The draft-verify cycles of each turn; empty if no draft ran."""
         return [list(turn) for turn in self.cycles or ()]
 
     def to_json(self) -> Json:
@@ -116,20 +115,47 @@ class Record:
             values["measures"] = dict(self.measures)
         if self.cycles is not None:
             values["cycles"] = [[_numbers(cycle) for cycle in turn] for turn in self.cycles]
-        if self.samples:
-            values["samples"] = [[turn.to_json() for turn in turns] for turns in self.samples]
         if self.failed:
             values["failed"] = self.failed
         return values
 
     @classmethod
     def from_json(cls, values: Json) -> Record:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; keys of earlier versions have their new names."""
+        values = with_new_names(values)
         turns = tuple(map(Turn.from_json, values["turns"]))
-        samples = tuple(tuple(map(Turn.from_json, some)) for some in values.get("samples", ()))
         cycles = values.get("cycles")
         known = None if cycles is None else tuple(tuple(_cycle(c) for c in turn) for turn in cycles)
-        return cls(**{**values, "turns": turns, "samples": samples, "cycles": known})
+        return cls(**{**values, "turns": turns, "cycles": known})
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The position at which two records' answers to one example first differ.
+
+    Args:
+        first: a record.
+        second: the record to compare with.
+        turn: number of the first turn that differs, from 1.
+        position: index of the first token of the turn that differs.
+    """
+
+    first: Record
+    second: Record
+    turn: int
+    position: int
+
+
+def parting(first: Record, second: Record) -> Parting | None:
+    """Find the turn and token at which two records' answers first differ; None if they are equal."""
+    for turn, (a, b) in enumerate(zip(first.turns, second.turns, strict=False), 1):
+        if a.tokens != b.tokens:
+            pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
+            at = next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
+            return Parting(first, second, turn, at)
+    if len(first.turns) != len(second.turns):
+        return Parting(first, second, min(len(first.turns), len(second.turns)) + 1, 0)
+    return None
 
 
 def ids_sha256(ids: Sequence[int]) -> str:
@@ -150,5 +176,5 @@ def _numbers(cycle: Cycle) -> list[int]:
 
 
 def _cycle(numbers: list[int]) -> Cycle:
-    position, drafted, nodes, accepted, emitted, ended, *put_off = numbers  # older records lack the last
+    position, drafted, nodes, accepted, emitted, ended, *put_off = numbers  # absent in older records
     return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *put_off)

@@ -1,4 +1,4 @@
-"""A suite: tasks that are run together, the scale of their figures, and what the result may be called."""
+"""A suite: tasks that are run together, the scale of their scores, and the title of the result."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Advance = Callable[[str, int], None]
 
 
 AGREEMENT = "agreement"
-"""Scale of suites that ask whether systems do as the full cache does."""
+"""Scale of suites that measure the agreement of systems with the full cache."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a suite's figures are.
+    """The scale of a suite's scores.
 
     Args:
         name: `score`, `perplexity`.
-        maximum: the best that can be; None: there is none.
-        higher_is_better: which way is up.
+        maximum: the best possible score, or None if unbounded.
+        higher_is_better: True if higher scores are better.
     """
 
     name: str = "score"
@@ -36,23 +36,23 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A figure that a suite reports beside its score, made of named numbers of the records.
+class Metric:
+    """A metric that a suite reports beside its score, computed from named numbers of the records.
 
-    It is the sum of one number over that of another (`figures.outcomes.numbers_of` has the names), reported
-    of every system, task, facet and cell; records without these numbers do not count.
+    It is the sum of one number over the sum of another (see `analysis.numbers.numbers_of` for the names),
+    reported for every system, task, facet and cell; records without these numbers do not count.
 
     Args:
-        name: in results and as the heading of tables.
-        above: the number that is summed.
-        below: the number that this is divided by.
+        name: its name in results and in table headings.
+        above: the number summed in the numerator.
+        below: the number summed in the denominator.
         kind: `mean`: the value alone; `pooled`: with a bootstrap interval; `wilson`: with Wilson's, where
             each record is a yes or no; `change`: minus the full cache's over the same examples; `quotient`:
             the sum over that of the full cache.
         unit: `number`, `percent` (of a share) or `bytes`.
-        growth: whether it is a logarithm, such as nats a token: told as its exponential, and a change as
-            growth in percent.
-        plotted: whether it is drawn by context length, or by position in a text.
+        growth: True if it is a logarithm, such as nats per token: reported as its exponential, and a change
+            as growth in percent.
+        plotted: True if it is plotted by context length, or by position in a sequence.
     """
 
     name: str
@@ -66,23 +66,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Summary:
-    """A benchmark's own figures of one system.
+    """A benchmark's own scores of one system.
 
     Args:
-        title: what the result may be called; empty: what the suite says (`Suite.summary`).
-        notes: what is to be said beside the figures, every departure from the whole benchmark first.
-        tasks: task -> its figure, rounded as the benchmark rounds; tasks without one are missing.
-        average: the benchmark's own average; None where there is none.
+        tasks: task -> its score, rounded as the benchmark rounds; tasks without one are missing.
+        average: the benchmark's own average, or None.
         extra: further JSON values for the result.
-        departures: those that only the records tell; with any the result is a variant.
+        title: the title of the result; filled in by `Suite.summary`.
+        notes: remarks on the scores, departures from the benchmark first; filled in there too.
     """
 
-    title: str = ""
-    notes: tuple[str, ...] = ()
     tasks: Mapping[str, float] = field(default_factory=dict)
     average: float | None = None
     extra: Json = field(default_factory=dict)
-    departures: tuple[str, ...] = ()
+    title: str = ""
+    notes: tuple[str, ...] = ()
 
 
 ByTask = Mapping[str, Sequence[Record]]
@@ -91,27 +89,27 @@ ByTask = Mapping[str, Sequence[Record]]
 
 @dataclass(frozen=True)
 class Suite:
-    """What `longtrain eval suite=NAME` runs.
+    """A suite as run by `longtrain eval suite=NAME`: tasks, scale and the rules of its report.
 
     Args:
-        name: of the suite.
-        tasks: at least one, names differ.
-        scale: of the figures.
-        summarise: the benchmark's own figures.
-        title: what a result without departures is called; empty: the name.
-        departures: what makes a result a variant of the benchmark; see `evaluation/published.py`.
-        notes: what is to be said of every result, and leaves the title as it is.
-        cuts: whether the benchmark itself cuts prompts that are too long; else a cut prompt is a departure.
-        needs: roles that a system may bring: an evictor, a draft, a selector, or some of them.
-        settings: further JSON values of the suite to be hashed.
-        figures: what is reported beside the score.
-        solvable: whether every prompt has an answer that a good target gives, so that a full cache below half
-            the scale says that the table separates nothing.
-        full_cache: whether the target is run with its full cache and without a draft too.
+        name: the suite's name.
+        tasks: at least one; names are distinct.
+        scale: the scale of the scores.
+        summarise: computes the benchmark's own scores.
+        title: the title of a result without departures; empty: the name.
+        departures: departures that make a result a variant of the benchmark; see `evaluation/published.py`.
+        notes: remarks for every result that do not affect the title.
+        cuts: True if the benchmark itself cuts prompts that are too long; otherwise a cut prompt is a
+            departure.
+        needs: roles that a system may have: evictor, draft, selector, or several of them.
+        metrics: metrics reported beside the score.
+        solvable: True if a good target can answer every prompt, so that a full cache below half
+            the scale means that the results cannot separate systems.
+        full_cache: also run the target with its full cache and without a draft.
         rivals: systems that ran -> pairs of names; their differences over the same examples are reported.
-        own_systems: makes systems that the suite itself brings, such as an upper bound.
-        meet: is given the suite and the systems before anything runs; may refuse them, and gives back the
-            suite that is run, with notes on them say.
+        own_systems: creates systems that the suite itself adds, such as an upper bound.
+        meet: called with the suite and the systems before anything runs; may refuse them, and returns the
+            suite to run, for example with notes on them.
     """
 
     name: str
@@ -123,8 +121,7 @@ class Suite:
     notes: Sequence[str] = ()
     cuts: bool = False
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT, SELECTOR})
-    settings: Json = field(default_factory=dict)
-    figures: tuple[Figure, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     solvable: bool = False
     full_cache: bool = True
     rivals: Callable[[Sequence[System]], Sequence[tuple[str, str]]] = lambda systems: ()
@@ -144,19 +141,17 @@ class Suite:
                 raise DataError(f"task {task.name} of suite {self.name} has two examples named {twice!r}")
 
     def summary(self, records: ByTask) -> Summary:
-        """The benchmark's own figures of one system's records, and what they may be called."""
-        found = self.summarise(records)
-        departures = [*self.departures, *found.departures, *([] if self.cuts else self._cut(records))]
-        title = found.title or self.title or self.name
+        """Compute the benchmark's own scores from one system's records, with the result's title and notes."""
+        departures = [*self.departures, *([] if self.cuts else self._cut(records))]
+        title = self.title or self.name
         return replace(
-            found,
+            self.summarise(records),
             title=f"Variant of {title}" if departures else title,
-            notes=(*departures, *self.notes, *found.notes),
-            departures=(),
+            notes=(*departures, *self.notes),
         )
 
     def _cut(self, records: ByTask) -> list[str]:
-        """The note of prompts that were cut, with what they were cut to: each task has its own room."""
+        """The note about prompts that were cut, with the limit of each task."""
         if not (count := sum(record.cut for some in records.values() for record in some)):
             return []
         rooms = {
@@ -174,9 +169,9 @@ def mean_summary(records: ByTask, *, maximum: int = 100, digits: int = 2) -> Sum
     """The mean score of each task, rounded, and the plain mean of these.
 
     Args:
-        records: of one system, by task; records without a score do not count.
-        maximum: what the best score counts as.
-        digits: after the decimal point.
+        records: records of one system, by task; records without a score do not count.
+        maximum: the value of the best score.
+        digits: number of decimals.
     """
     tasks = {}
     for name, some in records.items():

@@ -1,1 +1,1 @@
-"""What a frozen target computed for a document, kept on disk, so that later epochs need no forward of it."""
+"""Stores the frozen target's outputs for each document on disk, so that later epochs skip its forward."""

@@ -5,9 +5,11 @@ SpecForge (`scripts/prepare_hidden_states.py`): `rows_0-5000/data_7.ckpt`, a pic
 speculators, older (`SampleFileDataset`): `data_7.pt`, a pickled mapping of `input_ids`, `loss_mask` [T] and
 `hidden_states`, a list of [T, E] whose last one is the last layer's output before the final norm.
 speculators, newer (`ArrowDataset`): `hs_7.safetensors` with `token_ids` [T] and `hidden_states` [T, L, E].
+No dump records which layers it contains, and none contains keys and values: methods that read those need
+`features=fill`.
 
-No dump says which layers it holds, and none holds keys and values: what reads those needs `features=fill`.
 Pickles are read with `weights_only=True`, which runs no code.
+
 Shapes: T tokens, E hidden dim, L layers that were dumped.
 """
 
@@ -30,7 +32,7 @@ from longtrain.features.forms import Features, Form
 from longtrain.features.target import in_words, row_key
 from longtrain.files import need_regular
 from longtrain.pickled import read_pickled
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
     from longtrain.features.shards import FeatureFiles
@@ -44,12 +46,12 @@ class DumpedDocument:
     """One sample of a dump.
 
     Args:
-        name: its file, within the folder.
+        name: path of its file within the folder.
         ids_T: token ids, int64.
-        labels_T: bool, tokens that are learned; None where the dump keeps them elsewhere.
-        layers_TLE: outputs of the layers that were dumped beside the last one.
+        labels_T: bool, True where the token is a label; None if the dump has no labels.
+        layers_TLE: outputs of the dumped layers other than the last one.
         last_TE: the last layer's output.
-        normed: whether `last_TE` is after the final norm, so that it is the LM head's input.
+        normed: True if `last_TE` is after the final norm, so that it is the LM head's input.
     """
 
     name: str
@@ -61,7 +63,7 @@ class DumpedDocument:
 
 
 def documents(folder: Path) -> Iterator[DumpedDocument]:
-    """The samples of a dump, in the order of their numbers.
+    """Yield the samples of a dump, in the order of their numbers.
 
     Raises:
         DataError: there are none, or a file is damaged or of another layout.
@@ -76,23 +78,23 @@ def documents(folder: Path) -> Iterator[DumpedDocument]:
 def take(
     dump: Path, features: FeatureFiles, target: Target, *, form: Form, layers: Sequence[int] = ()
 ) -> int:
-    """Store a dump's documents, for methods that want hidden states and neither keys nor values.
+    """Store a dump's documents, for methods that need hidden states but neither keys nor values.
 
     Args:
         dump: the other trainer's folder.
-        features: where they are stored; whoever opened it writes its `Identity` and closes it.
-        target: whose dump it is; its layers are not needed.
-        form: how they are stored; its `top_k` must be 0.
-        layers: the layers that were dumped beside the last one, as the dump's command said.
+        features: destination; its owner writes its `Identity` and closes it.
+        target: the target whose hidden states were dumped; its layers are not needed.
+        form: storage form; its `top_k` must be 0.
+        layers: the dumped layers other than the last one, as given to the command that dumped them.
 
     Returns:
-        Tokens stored; documents that are there already are passed over.
+        The number of tokens stored; documents that are stored already are skipped.
 
     Raises:
         DataError: a damaged file, ids outside the vocabulary, numbers that are not finite, or other layers.
         TargetMismatchError: hidden states of another size.
     """
-    asked = in_words(Want("none", hidden=(*layers, -1)))
+    asked = in_words(OutputRequest("none", hidden=(*layers, -1)))
     tokens = 0
     for document in documents(dump):
         _check(document, target, layers)
@@ -105,7 +107,7 @@ def take(
         stored = form.stored(Features({**hidden, -1: last_TE}))
         key = row_key(document.ids_T, asked)
         if key not in features:
-            features.add(key, stored, kind="row", want=asked, name=document.name)
+            features.add(key, stored, kind="row", outputs=asked, name=document.name)
             tokens += len(document.ids_T)
     return tokens
 

@@ -1,7 +1,9 @@
-"""How features are stored: bf16 or 8 bits with a scale a token, and the target's law as its likeliest tokens.
+"""Storage forms of features: bf16 or int8 with a scale per token; distributions as their top k.
 
-Every tensor begins with the tokens, so that a row's features are those of its documents one after another.
-Shapes: T tokens, G KV heads, D head dim, E hidden dim, K likeliest tokens, N bytes of a token id.
+The first dim of every tensor is the token, so the features of a packed sequence are those of its documents,
+concatenated.
+
+Shapes: T tokens, G KV heads, D head dim, E hidden dim, K most probable tokens, N bytes of a token id.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ import torch
 from torch import Tensor
 
 from longtrain.features.settings import FormName
-from longtrain.losses import TopLaw
+from longtrain.losses import TopTokens
 
 Stored = dict[str, Tensor]
-"""Tensors of one document or row as they lie on disk, by name; the first dim of each is T."""
+"""Tensors of one document or packed sequence as they are on disk, by name; the first dim of each is T."""
 
 SCALE = ".scale"
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is kept, and in how many bits.
+    """The outputs that are stored, and their number of bits.
 
     Args:
         form: bf16 or int8.
-        top_k: tokens kept of the target's law in the place of the LM head's input; 0: the input is kept.
+        top_k: number of most probable tokens of the target's distribution that are stored in place of the LM
+            head's input; 0: the input is stored.
     """
 
     form: FormName = "bf16"
@@ -38,11 +41,11 @@ class Form:
         return f"features.form={self.form} features.top_k={self.top_k}"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the fields as plain JSON values."""
         return asdict(self)
 
     def stored(self, features: Features) -> Stored:
-        """The features as they lie on disk, on the device they are on."""
+        """Encode features for the disk, on the device they are on."""
         found: Stored = {}
         for name, tensor in features.tensors().items():
             if self.form == "bf16":
@@ -55,7 +58,7 @@ class Form:
         return found
 
     def features(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Features:
-        """What `stored` was made from, as far as the form keeps it, in `dtype`."""
+        """Decode stored features to `dtype`; the opposite of `stored`, up to rounding."""
         plain = {
             name: tensor.to(dtype)
             if self.form == "bf16"
@@ -65,28 +68,28 @@ class Form:
         }
         found = Features.of(plain)
         if "top.ids" in stored:
-            found.top = TopLaw(_ids(stored["top.ids"]), stored["top.logp"].float())
+            found.top = TopTokens(_ids(stored["top.ids"]), stored["top.logp"].float())
         return found
 
 
 @dataclass
 class Features:
-    """What a target's forward over tokens gave: tensors with the tokens first.
+    """Outputs of a target's forward; the first dim of every tensor is the token.
 
     Args:
         hidden: layer -> its output [T, E]; -1 is the LM head's input.
         kv: layer -> (k_TGD, v_TGD); K is *before* RoPE (and after k_norm).
-        top: the law of the next token as its likeliest tokens.
-        vocab_size: entries of the vocabulary that `top` counts.
+        top: the next token's distribution as its most probable tokens.
+        vocab_size: size of the vocabulary that the ids in `top` belong to.
     """
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    top: TopLaw | None = None
+    top: TopTokens | None = None
     vocab_size: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors but the law's, by name."""
+        """Return all tensors by name, except the distribution."""
         found = {f"hidden.{layer}": state_TE for layer, state_TE in self.hidden.items()}
         for layer, (k_TGD, v_TGD) in self.kv.items():
             found |= {f"k.{layer}": k_TGD, f"v.{layer}": v_TGD}
@@ -94,7 +97,7 @@ class Features:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Features:
-        """The opposite of `tensors`."""
+        """Build features from tensors by name; the opposite of `tensors`."""
         made = cls()
         for name, tensor in tensors.items():
             kind, _, layer = name.partition(".")
@@ -106,13 +109,13 @@ class Features:
 
 
 def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127 and what one of them stands for, over the last dim.
+    """Quantise to integers from -127 to 127 with one scale over the last dim.
 
     Args:
         x: [T, ..., D].
 
     Returns:
-        int8 like `x`, and scales [T, ...] in bf16; a scale is rounded up, so that no value is cut off.
+        int8 like `x`, and scales [T, ...] in bf16; a scale is rounded up, so that no value is clipped.
     """
     step = x.float().abs().amax(-1) * ((1 + 2**-7) / 127)
     scale = step.clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
@@ -121,18 +124,18 @@ def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_8_bits(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `in_8_bits` was given, rounded."""
+    """Dequantise the result of `in_8_bits`."""
     return (codes.float() * scale.float()[..., None]).to(dtype)
 
 
 def _id_bytes(ids_TK: Tensor, vocab_size: int) -> Tensor:
-    """Token ids as their lowest bytes [T, K, N], as few as the vocabulary needs."""
+    """Encode token ids as little-endian bytes [T, K, N], as few as the vocabulary needs."""
     n = max(1, (max(vocab_size, 2) - 1).bit_length() + 7 >> 3)
     shifts = torch.arange(0, 8 * n, 8, device=ids_TK.device)
     return (ids_TK[..., None] >> shifts).to(torch.uint8)
 
 
 def _ids(bytes_TKN: Tensor) -> Tensor:
-    """Token ids int64 from their bytes."""
+    """Decode token ids, int64, from their bytes."""
     shifts = torch.arange(0, 8 * bytes_TKN.shape[-1], 8, device=bytes_TKN.device)
     return (bytes_TKN.long() << shifts).sum(-1)

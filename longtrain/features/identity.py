@@ -1,4 +1,4 @@
-"""What features in a folder were made from: target, data and form; a run of another is refused."""
+"""Records the target, data and form that a folder of features was made from, and refuses a run of others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAME = "features.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """What features were made from.
+    """Provenance of the features in a folder.
 
     Args:
         target: the target's name.
-        weights: its `TargetInfo.weights_hash`.
+        weights: the target's `TargetInfo.weights_hash`.
         data: the name of the data.
-        rows: a hash of the prepared data; empty where nobody knows.
-        form: how they are stored.
+        rows: hash of the prepared data; empty if unknown.
+        form: storage form.
     """
 
     target: str
@@ -36,7 +36,7 @@ class Identity:
     form: Form
 
     def write(self, folder: Path) -> None:
-        """Say so in the folder.
+        """Write the provenance into the folder.
 
         Raises:
             LongtrainError: the disk is full or not writable.
@@ -45,7 +45,7 @@ class Identity:
         files.write_files(folder, {NAME: files.as_json({"format": FORMAT, **values})})
 
     def check(self, folder: Path, there: Identity) -> None:
-        """Refuse features that were made from something else; `self` is this run's.
+        """Refuse features that were made from something else; `self` is this run's provenance.
 
         Raises:
             ConfigError: another target, data or form; the message names both.
@@ -69,7 +69,7 @@ class Identity:
 
 
 def read(folder: Path) -> Identity | None:
-    """What the features in a folder were made from; None where there are none.
+    """Read the provenance of the features in a folder; None if there are none.
 
     Raises:
         DataError: the file is damaged, or of another version.
@@ -90,7 +90,7 @@ def read(folder: Path) -> Identity | None:
 
 
 def hash_of(value: Any) -> str:
-    """sha256 of a JSON value, which says what data is; empty for None."""
+    """Return the sha256 of a JSON value that identifies data; empty for None."""
     return "" if value is None else hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The keys of `features`: whether the target runs, and what is kept of what it gives."""
+"""The settings `features.*`: whether the target runs during training, and how its outputs are stored."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ FormName = Literal["bf16", "int8"]
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """How training gets the target's features (`conf/features`).
+    """Settings that decide how training obtains the target's features (`conf/features`).
 
     Args:
-        mode: online: the target runs in every step and nothing is kept; fill: what is not stored yet is
-            computed, stored and used as it was stored; offline: everything is read, and the target's layers
-            are not loaded.
-        folder: of the stored features; None: online.
+        mode: online: the target runs in every step and nothing is stored; fill: features that are not stored
+            yet are computed, stored and used as they were stored; offline: everything is read, and the
+            target's layers are not loaded.
+        folder: folder of the stored features; None: online.
         form: bf16, or int8: 8 bits with a scale for each token (and head). None: as the folder has it.
-        top_k: likeliest tokens of the target's law that are kept in the place of the LM head's input; 0: the
-            input itself. None: as the folder has it.
-        shard_mib: MiB of features in a file, about.
+        top_k: number of most probable tokens of the target's distribution that are stored in place of the LM
+            head's input; 0: the input itself. None: as the folder has it.
+        shard_mib: approximate size of a shard in MiB.
         dump: folder of hidden states that SpecForge or speculators dumped for the same documents and target;
             `fill` stores them before it computes the rest. None: there is none.
-        dump_layers: layers that the dump holds beside the last one, lowest first (0-based, of their outputs).
+        dump_layers: layers in the dump other than the last one, lowest first (0-based, of their outputs).
     """
 
     mode: Literal["online", "fill", "offline"] = "online"

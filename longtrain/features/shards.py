@@ -1,6 +1,6 @@
-"""Documents' features on disk: safetensors files, and beside them a line for each that says what is in it.
+"""Documents' features on disk: safetensors shards, and for each rank an index with a line per shard.
 
-    features.json            whose features these are, of which data, in which form
+    features.json            target, data and form of the features
     rank0.jsonl              one line a shard: its name, and each document's tokens and sha256
     rank0-000000.safetensors
 
@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longtrain import files
-from longtrain.errors import DataError, first_line
+from longtrain.errors import DataError, first_line, with_new_names
 from longtrain.features.forms import Stored
 from longtrain.journals import Journal, read_journal
 from longtrain.log import get_logger
@@ -35,21 +35,21 @@ ADVICE = "delete the folder, and fill it again with features=fill"
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """A document's place.
+    """Index entry of one stored document.
 
     Args:
-        shard: the file.
-        kind: row or probe, which is a pass outside of a batch.
-        want: what was asked of the target, in words.
-        tokens: how many.
-        sha256: of all its tensors.
+        shard: file name of the shard.
+        kind: "row" for a document of a batch; "probe" for a forward outside of a batch.
+        outputs: the outputs that were requested of the target, in words.
+        tokens: number of tokens.
+        sha256: checksum of all its tensors.
         leaves: names of its tensors.
-        name: as messages call it.
+        name: name of the document in messages.
     """
 
     shard: str
     kind: str
-    want: str
+    outputs: str
     tokens: int
     sha256: str
     leaves: list[str]
@@ -57,12 +57,12 @@ class StoredDocument:
 
 
 class FeatureFiles:
-    """A folder of features.
+    """A folder of features, readable and appendable.
 
     Args:
         folder: created when the first document is added.
-        rank: whose files are written.
-        shard_bytes: a shard is written once so much waits for it.
+        rank: rank whose files are written.
+        shard_bytes: a shard is written once this many bytes are buffered.
 
     Raises:
         DataError: a line of an index is damaged.
@@ -77,7 +77,7 @@ class FeatureFiles:
         self._journal: Journal | None = None
         self._open: dict[str, Any] = {}
         self._sound: set[str] = set()
-        """Documents whose checksum was compared: once a run, since later epochs wait for it."""
+        """Keys of documents whose checksum has been verified in this run, so that it is done once."""
         self.look()
 
     def __len__(self) -> int:
@@ -87,25 +87,25 @@ class FeatureFiles:
         return key in self._waiting or key in self._found
 
     def wants(self, kind: str) -> set[str]:
-        """What was asked of the target for the documents of a kind that are stored, in words."""
-        return {one.want for one in self._documents() if one.kind == kind}
+        """Return the output requests, in words, that documents of a kind were stored for."""
+        return {one.outputs for one in self._documents() if one.kind == kind}
 
     @property
     def many(self) -> bool:
-        """Whether other ranks write to the folder too."""
+        """True if other ranks write to the folder too."""
         return any(index != self._index for index in self.folder.glob("rank*.jsonl"))
 
     def tokens(self) -> int:
-        """Tokens that are stored."""
+        """Return the number of stored tokens."""
         return sum(one.tokens for one in self._documents())
 
     def size_bytes(self) -> int:
-        """Bytes of the shards on disk."""
+        """Return the size of the shards on disk in bytes."""
         names = {one.shard for one in self._found.values()}
         return sum((self.folder / name).stat().st_size for name in names)
 
     def look(self) -> None:
-        """Read what other processes have written since the last time."""
+        """Read index lines that other processes have written since the last call."""
         for index in sorted(self.folder.glob("rank*.jsonl")):
             seen = self._lines.get(index, 0)
             for number, values in read_journal(index, advice=ADVICE, start=seen):
@@ -113,11 +113,11 @@ class FeatureFiles:
                 self._lines[index] = number
 
     def read(self, key: str, name: str) -> Stored:
-        """A document's features, on the host.
+        """Return a document's features, on the host.
 
         Args:
-            key: the document's.
-            name: what messages call it.
+            key: the document's key (`key_of`).
+            name: name of the document in messages.
 
         Raises:
             DataError: the shard is damaged; the message names it and the document.
@@ -137,22 +137,22 @@ class FeatureFiles:
             self._sound.add(key)
         return stored
 
-    def add(self, key: str, stored: Stored, *, kind: str, want: str, name: str) -> None:
-        """Keep a document's features; they are on the disk after the next `flush`.
+    def add(self, key: str, stored: Stored, *, kind: str, outputs: str, name: str) -> None:
+        """Buffer a document's features; the next `flush` writes them to disk.
 
         Raises:
             LongtrainError: the disk is full; no part of a shard is left behind.
         """
         on_host = {leaf: tensor.detach().cpu().contiguous() for leaf, tensor in stored.items()}
         tokens = len(next(iter(on_host.values())))
-        place = StoredDocument(self._next_name(), kind, want, tokens, digest(on_host), list(on_host), name)
+        place = StoredDocument(self._next_name(), kind, outputs, tokens, digest(on_host), list(on_host), name)
         self._waiting[key] = on_host, place
         self._bytes += sum(tensor.nbytes for tensor in on_host.values())
         if self._bytes >= self.shard_bytes:
             self.flush()
 
     def claim(self) -> Journal:
-        """This rank's index, kept from other processes from now on.
+        """Open this rank's index and lock it against other processes.
 
         Raises:
             ConfigError: another process writes this rank's files.
@@ -163,7 +163,7 @@ class FeatureFiles:
         return self._journal
 
     def flush(self) -> None:
-        """Write what waits as one shard, and then its line.
+        """Write the buffered documents as one shard, and then its index line.
 
         Raises:
             LongtrainError: the disk is full; no part of the shard is left behind.
@@ -188,7 +188,7 @@ class FeatureFiles:
         self._waiting, self._bytes = {}, 0
 
     def close(self) -> None:
-        """Write what waits, and let other processes write this rank's files."""
+        """Write the buffered documents and release this rank's index."""
         try:
             self.flush()
         finally:
@@ -208,9 +208,10 @@ class FeatureFiles:
         yield from (place for _, place in self._waiting.values())
 
     def _take(self, index: Path, number: int, values: dict[str, Any]) -> None:
-        """The documents of one line; those of a shard that was deleted are not there."""
+        """Add the documents of one index line, unless their shard was deleted."""
         try:
-            given = {key: {"shard": values["shard"], **one} for key, one in values["documents"].items()}
+            documents = {key: with_new_names(one) for key, one in values["documents"].items()}
+            given = {key: {"shard": values["shard"], **one} for key, one in documents.items()}
             found = from_file(dict[str, StoredDocument], given)
             if Path(values["shard"]).name != values["shard"]:
                 raise ValueError(f"shard {values['shard']!r} is no name of a file")
@@ -234,7 +235,7 @@ class FeatureFiles:
 
 
 def digest(stored: Stored) -> str:
-    """sha256 over names, types, shapes and bytes of a document's tensors."""
+    """Return the sha256 over names, types, shapes and bytes of a document's tensors."""
     found = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -242,13 +243,13 @@ def digest(stored: Stored) -> str:
     return found.hexdigest()
 
 
-def key_of(ids_T: Tensor, want: str) -> str:
-    """The key of a document by its tokens, and by what is asked of the target.
+def key_of(ids_T: Tensor, outputs: str) -> str:
+    """Return the key of a document: a hash of its tokens and of the outputs requested for it.
 
     Args:
         ids_T: token ids, int64, on the host.
-        want: in words.
+        outputs: the requested outputs, in words.
     """
-    found = hashlib.sha256(want.encode())
+    found = hashlib.sha256(outputs.encode())
     found.update(ids_T.contiguous().numpy().data)
     return found.hexdigest()[:40]

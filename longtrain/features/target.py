@@ -1,7 +1,8 @@
-"""A stand-in for the target that stores what `packed` gives, a document at a time, and gives it again.
+"""Defines `StoredTarget`, which replaces the target and stores or reads the outputs of `packed`.
 
-Keys are stored before RoPE and rotated as they are read, so a document may stand at any positions later.
-Shapes: T tokens of a packed row, G KV heads, D head dim.
+Keys are stored before RoPE and rotated when read, so a document may have other positions in a later batch.
+
+Shapes: T tokens of a packed sequence, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -18,47 +19,47 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.features.forms import Features, Form, Stored
 from longtrain.features.shards import FeatureFiles, key_of
 from longtrain.layers import apply_rope
-from longtrain.losses import top_law
-from longtrain.targets.step import PackedStep, Want
+from longtrain.losses import top_tokens
+from longtrain.targets.step import OutputRequest, PackedStep
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
-    from longtrain.targets.attention import Watch
+    from longtrain.data.packing.batch import Batch
+    from longtrain.targets.attention import AttentionHook
     from longtrain.targets.model import Target
 
 PROBE = Form("bf16")
-"""How passes outside of a batch are stored, those of a warm start, say."""
+"""Storage form of forwards outside of a batch, such as those of a warm start."""
 
 
 class StoredTarget:
-    """A target whose packed passes are stored and read; everything else is the real one's.
+    """A target whose packed forwards are stored and read; every other attribute is the real target's.
 
-    What is computed is used as it was stored, rounding included: it makes no difference whether a document
-    was read or computed. Documents without labels are neither computed for good nor stored; their features
-    are zeros. A pass outside of a batch (`follow`) is kept by itself, whole and in bf16.
+    Computed features are used as they were stored, rounding included, so it makes no difference whether a
+    document was read or computed. Features of documents without labels are neither computed nor stored; they
+    are zeros. A forward outside of a batch (`follow`) is stored separately, whole and in bf16.
 
     Args:
-        target: the real one; without layers where everything is stored.
-        features: where they are.
-        form: how rows are stored.
-        compute: whether the target runs for what is not stored; False: that is an error.
+        target: the real target; its layers may be absent if everything is stored.
+        features: the folder that features are read from and added to.
+        form: storage form of documents.
+        compute: True: run the target for what is not stored; False: that is an error.
 
-    Note: with other positions than those a document was stored at, anchors excepted, V and hidden states are
-        those of the first time. RoPE is relative, so this is exact where a whole document moves, and as good
-        as LongSpec's own guard says where its first tokens stay (about 0.001 nats).
+    Note: at positions other than those a document was stored at, V and hidden states are still those of the
+        first time. RoPE is relative, so this is exact when a whole document moves, and as good as LongSpec's
+        own guard measures when its first tokens (anchors) stay (about 0.001 nats).
     """
 
     def __init__(self, target: Target, features: FeatureFiles, form: Form, *, compute: bool) -> None:
         self.real, self.features, self.form, self.compute = target, features, form, compute
         self._batch: Batch | None = None
         self._want: str | None = None
-        self._settled = False
+        self._checked = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
     def follow(self, objective: nn.Module) -> None:
-        """See the batch that an objective works on, for as long as it does."""
+        """Register hooks on an objective that record its current batch while it runs."""
 
         def begin(_module: nn.Module, args: tuple[Any, ...]) -> None:
             self._batch, self._want = args[0], None
@@ -75,47 +76,50 @@ class StoredTarget:
         ids_T: Tensor,
         pos_T: Tensor,
         bounds: tuple[int, ...],
-        want: Want = Want("none", hidden=(-1,)),  # noqa: B008 (frozen)
+        outputs: OutputRequest = OutputRequest("none", hidden=(-1,)),  # noqa: B008 (frozen)
         *,
-        watch: Watch | None = None,
+        hook: AttentionHook | None = None,
     ) -> PackedStep:
-        """As `Target.packed`; with a lean form `top` comes in the place of the LM head's input.
+        """Same as `Target.packed`; with `form.top_k`, `top` replaces the LM head's input.
 
         Raises:
-            ConfigError: the pass is watched; or another one is wanted of a row, and no layers are there.
+            ConfigError: attention is observed (`hook`), or a second output request for the same batch
+                without layers.
             DataError: a document is not stored and the target may not run, or a shard is damaged.
             LongtrainError: the disk is full.
         """
-        if watch is not None:
+        if hook is not None:
             raise ConfigError(
                 "this method watches every layer of the target, and that is not stored; pass features=online"
             )
-        asked = in_words(want)
+        asked = in_words(outputs)
         if self._batch is not None and self._want not in (None, asked):
-            return self._aside(ids_T, pos_T, bounds, want)
+            return self._aside(ids_T, pos_T, bounds, outputs)
         form = self.form if self._batch is not None else PROBE
         if self._batch is not None:
             self._want = asked
             self._check(asked)
-        stored = self._row(ids_T, pos_T, bounds, want, form, asked)
+        stored = self._row(ids_T, pos_T, bounds, outputs, form, asked)
         features = form.features(stored, self.real.dtype)
         rope = tuple(part[0] for part in self.real.rope(pos_T[None]))
         kv = {layer: (apply_rope(k_TGD, rope), v_TGD) for layer, (k_TGD, v_TGD) in features.kv.items()}  # type: ignore[arg-type]
         return PackedStep(features.hidden, kv, features.top)
 
-    def _aside(self, ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...], want: Want) -> PackedStep:
-        """A further pass over the same row with another want, which measures the target itself."""
+    def _aside(
+        self, ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...], outputs: OutputRequest
+    ) -> PackedStep:
+        """Run the real target for a second output request on the same batch (a method's own measurement)."""
         if not self.compute:
             raise ConfigError(
-                f"this method asks the target itself for {in_words(want)}, beside what is stored "
+                f"this method asks the target itself for {in_words(outputs)}, beside what is stored "
                 f"({self._want}), and features=offline loads no layers; switch that measurement off (a "
                 "guard_every of 0, say) or pass features=fill"
             )
-        return self.real.packed(ids_T, pos_T, bounds, want)
+        return self.real.packed(ids_T, pos_T, bounds, outputs)
 
     def _check(self, asked: str) -> None:
-        """Refuse a folder that was filled for something else."""
-        if self._settled:
+        """Refuse a folder that was filled for another output request."""
+        if self._checked:
             return
         others = {one for one in self.features.wants("row") if one != asked}
         if others:
@@ -123,12 +127,18 @@ class StoredTarget:
                 f"features in {self.features.folder} hold {', '.join(sorted(others))}, and this method asks "
                 f"for {asked}; pass features.folder=OTHER, or the method's settings that filled them"
             )
-        self._settled = True
+        self._checked = True
 
     def _row(
-        self, ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...], want: Want, form: Form, asked: str
+        self,
+        ids_T: Tensor,
+        pos_T: Tensor,
+        bounds: tuple[int, ...],
+        outputs: OutputRequest,
+        form: Form,
+        asked: str,
     ) -> Stored:
-        """The row's features as they are stored; what is not there yet is computed and added."""
+        """Return the stored features of a packed sequence, computing and adding those that are missing."""
         spans = [(a, b) for a, b in pairwise(bounds) if b > a]
         host_T, kept = ids_T.cpu(), self._kept(bounds)
         kind, make = ("row", row_key) if self._batch is not None else ("probe", _probe_key)
@@ -136,16 +146,17 @@ class StoredTarget:
         missing = [span for span, key in keys.items() if key not in self.features]
         if missing and self.features.many:
             self.features.look()
+            # another rank may have stored them meanwhile
             missing = [span for span in missing if keys[span] not in self.features]
         if missing and not self.compute:
             raise self._lacking(missing[0], spans, asked)
         found: dict[tuple[int, int], Stored] = {}
         if missing:
             whole = len(missing) == len(keys)
-            computed = self._computed(ids_T, pos_T, spans if whole else missing, want, form)
+            computed = self._computed(ids_T, pos_T, spans if whole else missing, outputs, form)
             for span in missing:
                 self.features.add(
-                    keys[span], computed[span], kind=kind, want=asked, name=self._name(span, spans)
+                    keys[span], computed[span], kind=kind, outputs=asked, name=self._name(span, spans)
                 )
                 found[span] = computed[span]
         for span, key in keys.items():
@@ -155,28 +166,28 @@ class StoredTarget:
         return _joined(found, spans, bounds[-1])
 
     def _kept(self, bounds: tuple[int, ...]) -> set[tuple[int, int]]:
-        """The documents with labels; all of them where nobody knows."""
+        """Return the spans of documents with labels; all spans if the labels are unknown."""
         batch, spans = self._batch, [(a, b) for a, b in pairwise(bounds) if b > a]
         if batch is None or tuple(batch.bounds) != tuple(bounds):
             return set(spans)
         mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
         kept = {(a, b) for a, b in spans if bool(mask_T[a:b].any())}
-        return kept or set(spans[:1])  # a row without labels has features too
+        return kept or set(spans[:1])  # a sequence without labels still needs tensors
 
     def _computed(
-        self, ids_T: Tensor, pos_T: Tensor, spans: list[tuple[int, int]], want: Want, form: Form
+        self, ids_T: Tensor, pos_T: Tensor, spans: list[tuple[int, int]], outputs: OutputRequest, form: Form
     ) -> dict[tuple[int, int], Stored]:
-        """The target's pass over some documents of a row, as it will be stored."""
+        """Run the target over some documents of a packed sequence and encode the result for storage."""
         picked = torch.cat([torch.arange(a, b) for a, b in spans]).to(ids_T.device)
         edges = [0]
         for a, b in spans:
             edges.append(edges[-1] + b - a)
-        with keys_before_rope(self.real, want.kv) as keys:
-            step = self.real.packed(ids_T[picked], pos_T[picked], tuple(edges), want)
+        with keys_before_rope(self.real, outputs.kv) as keys:
+            step = self.real.packed(ids_T[picked], pos_T[picked], tuple(edges), outputs)
         features = Features(dict(step.hidden), {layer: (keys[layer], kv[1]) for layer, kv in step.kv.items()})
         if form.top_k and -1 in features.hidden:
             k = min(form.top_k, self.real.info.vocab_size)
-            features.top = top_law(features.hidden.pop(-1), self.real.head_weight, k)
+            features.top = top_tokens(features.hidden.pop(-1), self.real.head_weight, k)
             features.vocab_size = self.real.info.vocab_size
         stored = form.stored(features)
         return {
@@ -201,11 +212,11 @@ class StoredTarget:
 
 
 def row_key(ids_T: Tensor, asked: str) -> str:
-    """The key of a document in a batch.
+    """Return the key of a document in a batch.
 
     Args:
         ids_T: its token ids, on the host.
-        asked: what is asked of the target (`in_words`).
+        asked: the requested outputs (`in_words`).
     """
     return key_of(ids_T, f"row {asked}")
 
@@ -214,16 +225,16 @@ def _probe_key(ids_T: Tensor, asked: str) -> str:
     return key_of(ids_T, f"probe {asked}")
 
 
-def in_words(want: Want) -> str:
-    """What a pass gives, such as `hidden=-1 kv=5`."""
-    parts = [f"hidden={','.join(map(str, sorted(want.hidden)))}"] if want.hidden else []
-    parts += [f"kv={','.join(map(str, sorted(want.kv)))}"] if want.kv else []
+def in_words(outputs: OutputRequest) -> str:
+    """Describe the outputs of a request in words, such as `hidden=-1 kv=5`."""
+    parts = [f"hidden={','.join(map(str, sorted(outputs.hidden)))}"] if outputs.hidden else []
+    parts += [f"kv={','.join(map(str, sorted(outputs.kv)))}"] if outputs.kv else []
     return " ".join(parts) or "nothing"
 
 
 @contextmanager
 def keys_before_rope(target: Target, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Layer -> its keys [T, G, D] before RoPE of the packed pass that runs inside the block."""
+    """Context manager that records keys [T, G, D] before RoPE, by layer, of the packed forward inside."""
     found: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
@@ -245,7 +256,7 @@ def keys_before_rope(target: Target, layers: tuple[int, ...]) -> Iterator[dict[i
 
 
 def _joined(found: dict[tuple[int, int], Stored], spans: list[tuple[int, int]], tokens: int) -> Stored:
-    """The documents one after another; those that are not there are zeros."""
+    """Concatenate the documents' features; missing documents become zeros."""
     some = next(iter(found.values()))
     parts: dict[str, list[Tensor]] = {name: [] for name in some}
     for a, b in spans:

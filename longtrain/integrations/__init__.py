@@ -1,4 +1,4 @@
-"""Classes for other people's engines: one file each, which imports the engine and nothing of longtrain.
+"""Classes for other inference engines: one file each, which imports the engine and nothing of longtrain.
 
-Nothing in longtrain imports them. Copy a file beside a script of yours, or name it by its module path.
+Nothing in longtrain imports them. Copy a file beside your script, or name it by its module path.
 """

@@ -13,21 +13,22 @@ This file stands alone (torch, safetensors, vLLM): put it where Python finds it,
         enforce_eager=True,
     )
 
-The draft reads the target's embeddings, LM head, rotary table and the K and V that vLLM's cache holds for one
-of its layers, and keeps nothing from cycle to cycle: its own K and V of a window of tokens follow from the
-tokens alone. So prefix caching, preemption and requests that change their place in the batch need no care.
-Drafts are greedy; vLLM accepts or refuses them, at any temperature.
+The draft reads the target's embeddings, LM head and rotary table, and the K and V that vLLM caches for one of
+the target's layers. It has no state between cycles: its own K and V of a window of tokens depend on the
+tokens alone. So prefix caching, preemption and requests that change their place in the batch need no special
+handling. Drafts are greedy; vLLM accepts or rejects them, at any temperature.
 
-What vLLM does not hand to a class of one's own is taken from its caller, the V1 model runner: which blocks of
-the cache a request has. The target itself comes through `load_model`, its layers' caches lie on the layers.
-
+vLLM does not pass the block table to a custom class, so it is taken from the caller, the V1 model runner. The
+target itself comes through `load_model`; each layer has its own cache.
 Tested with vLLM 0.32 on a CPU in fp32. Refused: tensor or pipeline parallelism, quantised caches, cascades of
-blocks of another size, and bf16 on CPUs with AMX, whose packing of keys is vLLM's own affair.
+blocks of another size, and bf16 on CPUs with AMX, whose packing of keys is internal to vLLM.
+
 Note: keys and values are gathered for every cycle (4 KB a token for an 8B model), where a paged kernel would
     read them in place.
 
 Source: LongSpec, arXiv 2502.17421, §3.1.
-Shapes: R requests, W window, S cached tokens, N slots of a block, H query heads, G KV heads, D head dim,
+
+Shapes: R requests, W window, S cached tokens, N positions of a block, H query heads, G KV heads, D head dim,
 E hidden dim, V vocabulary.
 """
 
@@ -50,13 +51,13 @@ KEY = "longspec"
 
 
 class LongSpecProposer:
-    """What vLLM asks for drafts (`method: custom_class`).
+    """The class that vLLM calls for drafts (`method: custom_class`).
 
     Args:
         vllm_config: vLLM's configuration, with the artifact's folder in `additional_config`.
 
     Raises:
-        ValueError: no folder, a folder of another method, or a setting that is not served.
+        ValueError: no folder, a folder of another method, or an unsupported setting.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -78,7 +79,7 @@ class LongSpecProposer:
         self._weights = load_file(Path(folder) / "model.safetensors")
 
     def load_model(self, target: Any) -> None:
-        """Take what the draft shares with the target, which vLLM has just loaded.
+        """Take the modules that the draft shares with the target, which vLLM has just loaded.
 
         Raises:
             ValueError: a target of another shape than the draft was trained for.
@@ -103,18 +104,20 @@ class LongSpecProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A chain for each request.
+        """Draft a chain for each request.
 
         Args:
-            sampled_token_ids: the tokens that each request has just got; none where its prompt is still read.
-            num_tokens_no_spec: tokens of each request, these included.
-            token_ids_cpu: the tokens.
+            sampled_token_ids: the new tokens of each request; empty while its prompt is still being
+                prefilled.
+            num_tokens_no_spec: tokens of each request, the new ones included.
+            token_ids_cpu: all tokens of each request.
             slot_mappings: not used.
 
-        Returns: drafted tokens of each request; none where nothing can follow.
+        Returns:
+            The drafted tokens of each request; empty if it is in prefill or near the maximum length.
 
         Raises:
-            RuntimeError: vLLM's model runner is not the one that this file knows.
+            RuntimeError: the caller is not vLLM's V1 model runner.
         """
         runner = sys._getframe(1).f_locals.get("self")
         if not hasattr(runner, "input_batch") or not hasattr(runner, "kv_cache_config"):
@@ -135,23 +138,23 @@ class LongSpecProposer:
         return drafts
 
     def _last_tokens(self, token_ids: np.ndarray, rows: list[int], n_R: Tensor) -> Tensor:
-        """The last W + 1 tokens of each request, the root last; of shorter ones the first is repeated."""
+        """Return the last W + 1 tokens of each request; shorter requests repeat their first token."""
         at = (n_R[:, None].cpu() - self.window - 1 + torch.arange(self.window + 1)).clamp(min=0)
         last = np.take_along_axis(token_ids[rows], at.numpy(), axis=1)
         return torch.as_tensor(last.astype(np.int64), device=self.device)
 
     def _chains(self, last_RW: Tensor, n_R: Tensor, k_RGSD: Tensor, v_RGSD: Tensor) -> Tensor:
-        """Greedy chains below the last token of each request, int64_RK.
+        """Draft greedy chains below the last token of each request, int64_RK.
 
         Args:
-            last_RW: the W + 1 last tokens.
-            n_R: tokens of each request.
+            last_RW: the last W + 1 tokens.
+            n_R: number of tokens of each request.
             k_RGSD: the target's keys of all tokens but the last.
-            v_RGSD: its values.
+            v_RGSD: the target's values of the same tokens.
         """
         place_RW = n_R[:, None] - 1 - self.window + torch.arange(self.window, device=self.device)
         before_RWE = self._normed(self._embed(last_RW[:, :-1]), "input_layernorm")
-        own_k, own_v = self._keys_values(before_RWE, place_RW)
+        own_k, own_v = self._keys_values(before_RWE, place_RW)  # [R, G, W, D]
         seen_RS = torch.arange(k_RGSD.shape[2], device=self.device) < n_R[:, None] - 1
         token_R, drafted = last_RW[:, -1], []
         for depth in range(self.drafted):
@@ -159,9 +162,10 @@ class LongSpecProposer:
             x_R1E = self._embed(token_R[:, None])
             normed = self._normed(x_R1E, "input_layernorm")
             k_new, v_new = self._keys_values(normed, pos_R1)
+            # grows to [R, G, W + depth + 1, D]
             own_k, own_v = torch.cat((own_k, k_new), 2), torch.cat((own_v, v_new), 2)
             place_RW = torch.cat((place_RW, pos_R1), 1)
-            near_RW = (place_RW >= 0) & (place_RW >= pos_R1 - self.window)
+            near_RW = (place_RW >= 0) & (place_RW >= pos_R1 - self.window)  # its sliding window
             q_RH1D = self._query("self_attn", normed, pos_R1)
             x_R1E = x_R1E + self._output("self_attn", _attend(q_RH1D, own_k, own_v, near_RW))
             if self.config["cross_attention"]:
@@ -185,17 +189,17 @@ class LongSpecProposer:
         return rms_norm(x, weight.shape, weight, self.info["rms_norm_eps"])
 
     def _query(self, part: str, x_RTE: Tensor, pos_RT: Tensor) -> Tensor:
-        """Rotated queries, q_RHTD."""
+        """Return rotated queries, q_RHTD."""
         return self._rotated(self._heads(f"{part}.q", x_RTE, self.info["n_heads"]), pos_RT)
 
     def _keys_values(self, x_RTE: Tensor, pos_RT: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's own keys and values of tokens, each [R, G, T, D]."""
+        """Return the draft's own keys and values of tokens, each [R, G, T, D]."""
         heads = self.info["n_kv_heads"]
         key = self._rotated(self._heads("self_attn.k", x_RTE, heads), pos_RT)
         return key, self._heads("self_attn.v", x_RTE, heads)
 
     def _heads(self, name: str, x_RTE: Tensor, heads: int) -> Tensor:
-        """A projection as heads [R, heads, T, D], normed where the model has it."""
+        """Project to heads [R, heads, T, D], with a norm per head if the model has one."""
         bias = self._weights.get(f"{name}_proj.bias")
         out = linear(x_RTE, self._weights[f"{name}_proj.weight"], bias).unflatten(-1, (heads, -1))
         if f"{name}_norm.weight" in self._weights:
@@ -203,7 +207,7 @@ class LongSpecProposer:
         return out.transpose(1, 2)
 
     def _rotated(self, x_RHTD: Tensor, pos_RT: Tensor) -> Tensor:
-        """RoPE from vLLM's own table, in fp32; positions below 0 belong to rows that nobody sees."""
+        """Apply RoPE from vLLM's own table, in fp32; the mask hides tokens at positions below 0."""
         at = pos_RT.clamp(min=0)
         cos, sin = (part[at][:, None].float() for part in (self._cos, self._sin))
         low, high = x_RHTD.float().chunk(2, dim=-1)
@@ -213,10 +217,10 @@ class LongSpecProposer:
         return linear(mixed_RHTD.transpose(1, 2).flatten(2), self._weights[f"{part}.o_proj.weight"])
 
     def _cached(self, runner: Any, rows: list[int], tokens: int) -> tuple[Tensor, Tensor]:
-        """The target's keys and values of the first tokens of some requests, each [R, G, S, D].
+        """Gather the target's keys and values of the first tokens of some requests, each [R, G, S, D].
 
         Raises:
-            RuntimeError: a cache of another form than this file reads.
+            RuntimeError: a cache layout that this file does not read.
         """
         name, cache = self.attention.layer_name, self.attention.kv_cache
         groups = runner.kv_cache_config.kv_cache_groups
@@ -239,7 +243,7 @@ class LongSpecProposer:
 
 
 def _of_cpu(held: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks as vLLM's kernels for CPUs pack them: keys of a block by channel first.
+    """Unpack keys and values of blocks from the layout of vLLM's CPU kernels, where keys are channel-major.
 
     Raises:
         RuntimeError: another packing.
@@ -252,7 +256,7 @@ def _of_cpu(held: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _attend(q_RHTD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, seen_RS: Tensor) -> Tensor:
-    """Attention over the rows that a request sees; zeros where it sees none."""
+    """Attend to the tokens that a request sees; zeros if it sees none."""
     mask = seen_RS[:, None, None]
     out = scaled_dot_product_attention(q_RHTD, k_RGSD, v_RGSD, attn_mask=mask, enable_gqa=True)
     return torch.where(seen_RS.any(1)[:, None, None, None], out, 0.0)

@@ -3,6 +3,7 @@
 This file stands alone (torch, safetensors, transformers, kvpress): copy it beside your script, or import it.
 
     from lookaheadkv_kvpress import LookaheadKVPress
+
     with LookaheadKVPress(artifact="path/or/hub-id", budget=128)(model):
         model.generate(**tokenizer(prompt, return_tensors="pt").to(model.device), max_new_tokens=64)
 
@@ -11,23 +12,21 @@ and in kvpress's pipeline, with the question in the context (see below):
     pipe = pipeline("kv-press-text-generation", model=name)
     pipe(context + question, press=LookaheadKVPress(artifact="path", compression_ratio=0.9))["answer"]
 
-**The question must be in view.** kvpress's pipeline compresses the context before it has seen the question. A
-module whose `longtrain_eviction.json` says `query_aware: true` was trained on whole prompts: keep the
-question in the context (`--query_aware` in kvpress's evaluation), and compare such rows only with query-aware
-ones. In `with press(model): model.generate(...)` the whole prompt is in view anyway.
+**The context must include the question.** kvpress's pipeline compresses the context before it has seen the
+question. A module whose `longtrain_eviction.json` says `query_aware: true` was trained on whole prompts: keep
+the question in the context (`--query_aware` in kvpress's evaluation), and compare such results only with
+query-aware ones. In `with press(model): model.generate(...)` the press sees the whole prompt anyway.
 
-Nothing is injected into the model, so what it computes for the prompt does not change: the lookahead rows are
-a second stream that moves one layer up with every call of `score`.
-
+Nothing is injected into the model, so what it computes for the prompt does not change: the lookahead tokens
+are a second stream that advances one layer with every call of `score`.
 Tested with kvpress 0.5.5 (transformers 5.2). Families: Llama, Qwen2, Qwen3, Mistral, without sliding windows.
-Wrappers that score each layer of a prompt once work: AdaKVPress, CriticalKVPress, CriticalAdaKVPress,
-ChunkKVPress, KeyRerotationPress, MergingPress, DMSPress in prefill. (CriticalAdaKVPress does not show what it
-wraps the model: call `press.post_init_from_model(model)` first.) ChunkPress, BlockPress, DecodingPress and
-DMSPress in decoding score parts of a prompt, or answers, and are refused.
-
+Supported wrappers score each layer of a prompt once: AdaKVPress, CriticalKVPress, CriticalAdaKVPress (call
+`press.post_init_from_model(model)` first, it does not), ChunkKVPress, KeyRerotationPress, MergingPress,
+DMSPress in prefill. Refused are those that score parts of a prompt, or answers: ChunkPress, BlockPress,
+DecodingPress and DMSPress in decoding.
 Source: LookaheadKV, arXiv 2603.10899, §3 and Algorithm 2.
 Shapes: B batch, S prompt tokens, M lookahead tokens, H query heads, G KV heads, D head dim, E hidden dim,
-R LoRA rank, X the rows of all query heads of a KV head.
+R LoRA rank, X the lookahead queries of all query heads that share a KV head.
 """
 
 from __future__ import annotations
@@ -51,28 +50,28 @@ from transformers import PreTrainedModel, QuantizedCache
 logger = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""`model_type`s whose decoder layers the lookahead rows can be led through."""
+"""`model_type`s whose decoder layers `_advance` can compute."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary types whose angles do not depend on the length: asking for a few more leaves no trace."""
+"""Rotary types whose angles do not depend on the length, so that a few more positions change no others."""
 
 _FACTS = "longtrain_eviction.json"
 _LORA = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 _BLOCK = 1 << 26
-"""Most attention weights (fp32) held at once; for more, KV heads are taken one after the other."""
+"""Most attention weights (fp32) in memory at once; beyond it, KV heads are processed one after the other."""
 
 LayerLora = dict[str, tuple[Tensor, Tensor, float]]
-"""Linear -> A [R, in], B [out, R] and scale."""
+"""LoRA of one layer: name of the linear -> (A [R, in], B [out, R], scale)."""
 
 
 @dataclass
 class LookaheadKVPress(ScorerPress):
-    """Keeps what the lookahead tokens of a trained module attend to.
+    """Keeps the prompt tokens that the lookahead tokens of a trained module attend to most.
 
     Args:
-        compression_ratio: share of the prompt's rows to evict; not looked at where `budget` is given.
+        compression_ratio: share of the prompt's KV entries to evict; ignored if `budget` is given.
         artifact: an exported folder (or its `peft` folder), or a repository of the Hub (ORG/NAME).
         kernel_size: width of the max-pooling over scores, odd; None: the artifact's own (the paper's is 7).
-        budget: rows kept of each layer and KV head, whatever the prompt's length; None: by compression_ratio.
+        budget: KV entries kept in each layer and KV head, for any prompt length; None: by compression_ratio.
 
     Raises:
         ValueError: a value out of range; in use, an artifact that does not fit the model, or a wrapper, cache
@@ -97,9 +96,9 @@ class LookaheadKVPress(ScorerPress):
         self._length = 0
 
     def _get_ratio(self) -> float:
-        """The share that is dropped: with a budget, what keeps that many rows of the prompt just scored.
+        """Return the share of KV entries to evict; with a budget, the share that fits the last prompt to it.
 
-        Wrappers do not score at a ratio of 0, so where all fits it is the smallest number above.
+        Wrappers do not score at a ratio of 0, so if the whole prompt fits it is the smallest number above 0.
         """
         if getattr(self, "budget", None) is None:
             return float(self.__dict__["compression_ratio"])
@@ -113,7 +112,7 @@ class LookaheadKVPress(ScorerPress):
     compression_ratio = property(_get_ratio, _set_ratio)
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
-        """Read the artifact, once per model, and forget the last prompt; kvpress calls it in `press(model)`.
+        """Load the artifact, once per model, and forget the last prompt; kvpress calls it in `press(model)`.
 
         Raises:
             ValueError: no artifact, files missing or of another model, or an unsupported model.
@@ -131,7 +130,7 @@ class LookaheadKVPress(ScorerPress):
     def compress(
         self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: dict
     ) -> tuple[Tensor, Tensor]:
-        """Keep the best rows of each KV head in the prompt's order; of equal ones the earlier."""
+        """Keep the best-scored KV entries of each KV head, in prompt order; of equal ones the earlier."""
         S, ratio = keys.shape[2], self.__dict__["compression_ratio"]  # 10 of 100 at 0.9: 1 - 0.9 is below 0.1
         n_kept = min(self.budget, S) if self.budget is not None else max(1, int(S * (1 - ratio) + 1e-6))
         if n_kept == S:
@@ -145,19 +144,19 @@ class LookaheadKVPress(ScorerPress):
     def score(
         self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: dict
     ) -> Tensor:
-        """Lead the lookahead rows through this layer: the attention they give the prompt, pooled, [B, G, S].
+        """Compute a layer on the lookahead tokens; return their pooled attention to the prompt, [B, G, S].
 
-        Every layer is scored once, from layer 0 upwards; asked again with the very same keys, it repeats
-        itself (ChunkKVPress does so on short prompts).
+        Every layer is scored once, from layer 0 upwards; called again with the very same keys, it returns the
+        same scores (ChunkKVPress does so on short prompts).
 
         Raises:
-            ValueError: what is shown is not one whole prompt, the batch is padded, or the cache quantised.
+            ValueError: the input is not one whole prompt, the batch is padded, or the cache quantised.
             RuntimeError: layers come out of order, or the press is used outside `with press(model)`.
         """
         index, stream = int(module.layer_idx), self._stream
         if stream is not None and index == stream.layer - 1 and stream.keys() is keys:
             return stream.scores.clone()
-        self._stream = None  # a refusal leaves nothing half done
+        self._stream = None  # after an error the next prompt starts anew
         model = self._loaded[1]() if self._loaded is not None else None
         layer = _layers(model)[index] if model is not None else None
         if self._module is None or layer is None or layer.self_attn is not module:
@@ -178,19 +177,19 @@ class LookaheadKVPress(ScorerPress):
             )
         lora, last = self._module.lora[index], index == len(self._module.lora) - 1
         rows_BME, s_BHS = _advance(layer, lora, stream.rows_BME.to(keys.device), keys, values, last)
-        s_BGXS = s_BHS.unflatten(1, (keys.shape[1], -1))
+        s_BGXS = s_BHS.unflatten(1, (keys.shape[1], -1))  # [B, H, S] -> [B, G, H / G, S]
         s_BGS = s_BGXS.mean(2) if self._module.reduction == "mean" else s_BGXS.amax(2)
         kernel = self.kernel_size or self._module.kernel
         scores_BGS = max_pool1d(s_BGS, kernel, stride=1, padding=kernel // 2)
         stream.rows_BME, stream.layer, stream.keys = rows_BME, index + 1, weakref.ref(keys)
-        stream.scores = scores_BGS.clone()  # wrappers write into what they are given
+        stream.scores = scores_BGS.clone()  # a copy: wrappers write into the scores they get
         self._stream, self._length = stream, stream.length
         return scores_BGS
 
 
 @dataclass
 class _Module:
-    """What an artifact holds."""
+    """Contents of an artifact: embeddings of the lookahead tokens, LoRA by layer, and pooling."""
 
     rows_ME: Tensor
     lora: list[LayerLora]
@@ -200,7 +199,7 @@ class _Module:
 
 @dataclass
 class _Stream:
-    """The lookahead rows on their way: `layer` is due next; keys and scores are those of the one before."""
+    """State of the lookahead tokens between layers; `keys` and `scores` are of layer `layer - 1`."""
 
     rows_BME: Tensor
     length: int
@@ -212,9 +211,9 @@ class _Stream:
 def _advance(
     layer: Any, lora: LayerLora, rows_BME: Tensor, keys_BGSD: Tensor, values_BGSD: Tensor, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """One decoder layer on the lookahead rows: the rows for the next layer, and mean attention s_BHS.
+    """Compute a decoder layer on the lookahead tokens; return hidden states and mean attention s_BHS.
 
-    Scores are all that is wanted of the last layer, so there the rows stay as they are.
+    Of the last layer only the scores are needed, so the hidden states are returned unchanged there.
     """
 
     def project(block: Any, name: str, x: Tensor) -> Tensor:
@@ -252,8 +251,9 @@ def _advance(
 def _attend(
     q_BHMD: Tensor, k_BGMD: Tensor, v_BGMD: Tensor | None, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor | None, Tensor]:
-    """Attention to the prompt and to the rows up to one's own, in fp32: out_BHMD (None without v), s_BHS."""
+    """Attend in fp32 to the prompt and earlier lookahead tokens: out_BHMD (None without v), s_BHS."""
     (B, H, M, D), G, S = q_BHMD.shape, keys.shape[1], keys.shape[2]
+    # the query heads of a KV head become further queries: X = H / G * M
     q_BGXD = (q_BHMD.float() * scale).reshape(B, G, H // G * M, D)
     later = torch.ones(M, M, dtype=torch.bool, device=q_BHMD.device).triu(1).repeat(H // G, 1)
     step = max(1, _BLOCK // (B * H // G * M * (S + M)))
@@ -263,7 +263,7 @@ def _attend(
         q, own_k = q_BGXD[:, part], k_BGMD[:, part].float()
         own = (q @ own_k.mT).masked_fill(later, -torch.inf)
         p_BGXT = torch.cat((q @ keys[:, part].float().mT, own), -1).softmax(-1)
-        means.append(p_BGXT[..., :S].unflatten(2, (-1, M)).mean(3).flatten(1, 2))
+        means.append(p_BGXT[..., :S].unflatten(2, (-1, M)).mean(3).flatten(1, 2))  # mean over M
         if v_BGMD is not None:
             out = p_BGXT[..., :S] @ values[:, part].float() + p_BGXT[..., S:] @ v_BGMD[:, part].float()
             outs.append(out.unflatten(2, (-1, M)).flatten(1, 2))
@@ -278,7 +278,7 @@ def _layers(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse a model whose layers are not what `_advance` computes."""
+    """Refuse a model whose layers `_advance` does not compute correctly."""
     config = model.config
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     rope = getattr(getattr(model.model, "rotary_emb", None), "rope_type", "default")
@@ -294,8 +294,8 @@ def _check_model(model: Any) -> None:
 
 
 def _check_whole(hidden_states: Tensor, keys: Tensor, kwargs: dict) -> None:
-    """Refuse all but one whole prompt that was prefilled at once, its keys exact."""
-    if isinstance(kwargs.get("cache", kwargs.get("past_key_values")), QuantizedCache):  # by the older name
+    """Refuse everything except one whole prompt that was prefilled at once, with exact keys."""
+    if isinstance(kwargs.get("cache", kwargs.get("past_key_values")), QuantizedCache):  # its older name
         raise ValueError("LookaheadKVPress needs exact keys; this cache is quantised: use a DynamicCache")
     seen, shown, S = int(kwargs["cache_position"][-1]) + 1, hidden_states.shape[1], keys.shape[2]
     if not seen == shown == S:
@@ -308,7 +308,7 @@ def _check_whole(hidden_states: Tensor, keys: Tensor, kwargs: dict) -> None:
 
 
 def _check_padding(mask: object) -> None:
-    """Refuse a batch whose last query does not see every slot: its prompts differ in length."""
+    """Refuse a batch whose last query does not see every position: its prompts differ in length."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
@@ -325,7 +325,7 @@ def _check_padding(mask: object) -> None:
 
 
 def _folder(artifact: str) -> Path:
-    """The PEFT folder of an artifact on this machine or on the Hub."""
+    """Return the PEFT folder of an artifact on this machine or on the Hub."""
     local = Path(artifact).expanduser()
     if not local.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", artifact):
         from huggingface_hub import snapshot_download
@@ -344,7 +344,7 @@ def _folder(artifact: str) -> Path:
 
 
 def _load(folder: Path, model: Any) -> _Module:
-    """Read the PEFT folder, and compare every shape with the model's."""
+    """Read the PEFT folder and compare every shape with the model's."""
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     adapter = {"peft_type": "LORA", "bias": "none", "target_modules": [], "r": 1, "lora_alpha": 1}
     if facts.get("lora", True):
@@ -363,7 +363,7 @@ def _load(folder: Path, model: Any) -> _Module:
 
 
 def _lora(folder: Path, adapter: dict[str, Any], layers: Any) -> list[LayerLora]:
-    """LoRA of each layer, on the layer's device and in its dtype."""
+    """Load the LoRA of each layer, on the layer's device and in its dtype."""
     pairs: list[dict[str, dict[str, Tensor]]] = [{} for _ in layers]
     tensors = load_file(folder / "adapter_model.safetensors") if adapter["target_modules"] else {}
     for name, tensor in tensors.items():
@@ -374,7 +374,7 @@ def _lora(folder: Path, adapter: dict[str, Any], layers: Any) -> list[LayerLora]
     targets, rank, lora = set(adapter["target_modules"]), int(adapter["r"]), []
     scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
     for index, (layer, found) in enumerate(zip(layers, pairs, strict=True)):
-        # Only the queries and keys of the last layer's rows are ever used.
+        # of the last layer only queries and keys are used
         due = targets & {"q_proj", "k_proj"} if index == len(layers) - 1 else targets
         if missing := sorted(due - set(found)):
             raise ValueError(f"{folder}: adapter weights lack {', '.join(missing)} of layer {index}")

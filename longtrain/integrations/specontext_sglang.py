@@ -1,33 +1,33 @@
-"""A retrieval head in SGLang's sparsity framework: it says which tokens each decoding step reads.
+"""A retrieval head in SGLang's sparsity framework, which chooses the tokens that each decoding step reads.
 
-This file stands alone (torch, safetensors, SGLang) and lies beside the weights that `longtrain export
-format=sglang` wrote with it. In the process that serves, before the coordinator is made:
+This file stands alone (torch, safetensors, SGLang) and lies beside the weights that were written with it by
+`longtrain export format=sglang`. In the serving process, before the coordinator is made:
 
     import specontext_sglang
-
     specontext_sglang.register()
 
 The configuration then names it, in JSON:
 
     {"algorithm": "specontext", "backend": "fa3", "page_size": 1, "top_k": 2048,
-     "min_sparse_prompt_len": 4096, "sinks": 4, "window": 64}
+    "min_sparse_prompt_len": 4096, "sinks": 4, "window": 64}
 
-`top_k` tokens are read at each step, the first `sinks` and the last `window` among them, and the token of the
-step itself beside them. Larger pages are chosen by their best token. `head` names the folder of the weights
-where they lie elsewhere.
+`top_k` tokens are read at each step, the first `sinks` and the last `window` among them, and in addition the
+token of the step itself. Larger pages are chosen by their best token. `head` names the folder of the weights
+if they are elsewhere.
 
-Queries and keys of the head follow from the embeddings of a few tokens, and everything it remembers lies at
-the slots of SGLang's own KV cache. So a shared prefix, prompts in chunks, requests that are put back and
-slots that are used again need no care. Every rank of tensor parallelism computes the same sets.
+Queries and keys of the head are computed from the embeddings of a few tokens, and its whole state is indexed
+by the positions of SGLang's own KV cache. So shared prefixes, chunked prompts, retracted requests and reused
+cache positions need no special handling. Every rank of tensor parallelism computes the same sets. Tested with
+the files of SGLang 0.5.23 on a CPU (factory, coordinator, adaptor of FlashAttention's metadata). No attention
+backend of that release calls the coordinator, so it was not run in a server. Refused: speculative decoding
+(`TARGET_VERIFY`). Not supported: CUDA graphs (each step reads the longest length on the host), images in
+prompts.
 
-Tested with the files of SGLang 0.5.23 on a CPU (factory, coordinator, adaptor of FlashAttention's metadata).
-No attention backend of that release calls the coordinator, so it was not run in a server.
-Refused: speculative decoding (`TARGET_VERIFY`). Not served: CUDA graphs (each step asks the host for the
-longest text), images in prompts.
-Note: the head's keys of a text are gathered once a step, where a paged kernel would read them in place.
+Note: the head's keys of a sequence are gathered once a step, where a paged kernel would read them in place.
 
 Source: SpeContext, arXiv 2512.00722, §4.3.
-Shapes: R rows (tokens), B requests, S tokens of the longest, W embeddings mixed, E hidden dim, X sets,
+
+Shapes: R tokens, B requests, S tokens of the longest, W embeddings mixed, E hidden dim, X sets,
 H query heads, G KV heads, D head dim, P pages, J pages that are read.
 """
 
@@ -43,18 +43,18 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 NAME = "specontext"
-"""The algorithm's name in SGLang's configuration."""
+"""Name of the algorithm in SGLang's configuration."""
 ABOUT, WEIGHTS = "specontext.json", "model.safetensors"
 EMBEDDINGS, FREQUENCIES = "embed_tokens.weight", "inv_freq"
 KEYS = ("head", "sinks", "window")
 """Keys of the configuration beyond SGLang's own."""
 CHUNK = 4096
-"""Tokens of a prompt whose keys are computed at once."""
+"""Prompt tokens whose keys are computed at once."""
 _SIGN = 0x7FFFFFFF
 
 
 def register() -> None:
-    """Make the algorithm known to SGLang under its name."""
+    """Register the algorithm with SGLang under its name."""
     from sglang.srt.mem_cache.sparsity import factory
     from sglang.srt.mem_cache.sparsity.algorithms.base_algorithm import BaseSparseAlgorithm
 
@@ -63,15 +63,15 @@ def register() -> None:
 
 
 class SpeContextAlgorithm:
-    """What SGLang asks for the tokens that a decoding step reads (`BaseSparseAlgorithm`).
+    """The class that SGLang asks which tokens a decoding step reads (`BaseSparseAlgorithm`).
 
     Args:
         config: SGLang's `SparseConfig`.
-        device: of the caches.
+        device: device of the caches.
         kwargs: not used.
 
     Raises:
-        ValueError: an unknown key, or no token is left to choose.
+        ValueError: an unknown key, or a `top_k` that sinks and window use up.
     """
 
     def __init__(self, config: Any, device: torch.device, **kwargs: Any) -> None:
@@ -91,10 +91,10 @@ class SpeContextAlgorithm:
     def initialize_representation_pool(
         self, start_layer: int, end_layer: int, token_to_kv_pool: Any, req_to_token_pool: Any, states: Any
     ) -> None:
-        """Take room for the token and the head's key of every slot of the KV cache.
+        """Allocate a token id and a key of the head for every position of the KV cache.
 
         Raises:
-            ValueError: a target of fewer layers than the coordinator has.
+            ValueError: the head was trained for fewer layers than the coordinator has.
         """
         if end_layer > len(self.head.set_of_layer):
             raise ValueError(f"the head is for {len(self.head.set_of_layer)} layers, not {end_layer}")
@@ -111,7 +111,7 @@ class SpeContextAlgorithm:
         k_buffer: Tensor,
         forward_batch: Any,
     ) -> None:
-        """Take in prompts, or parts of them, once a step.
+        """Store the tokens and keys of prompts, or parts of them, once a step.
 
         Raises:
             ValueError: a step that verifies drafted tokens.
@@ -134,25 +134,26 @@ class SpeContextAlgorithm:
         k_buffer: Tensor,
         forward_batch: Any,
     ) -> None:
-        """Take in the token of a decoding step, once a step."""
+        """Store the token and the key of a decoding step, once a step."""
         if layer_id == self.start_layer and forward_batch.forward_mode.is_decode():
             self._take(req_pool_indices, seq_lens - 1, forward_batch.input_ids[: len(seq_lens)])
 
     def retrieve_topk(
         self, queries: Tensor, layer_id: int, req_pool_indices: Tensor, sparse_mask: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pages that a layer reads at a decoding step, the last one that of the step's own token.
+        """Return the pages that a layer reads at a decoding step, the last of them that of the new token.
 
         Args:
-            queries: not used; the head has queries of its own.
-            layer_id: which layer.
+            queries: not used; the head has its own queries.
+            layer_id: number of the layer.
             req_pool_indices: requests of the batch.
-            sparse_mask: requests that read chosen tokens, bool [B].
+            sparse_mask: requests that read selected tokens, bool [B].
             kwargs: `forward_batch`.
 
         Returns:
-            pages int32 [B, J], ascending, -1 from the end of each on; how many there are, int32 [B]. None
-            for requests that are not in `sparse_mask`.
+            Pages int32 [B, J], ascending, padded with -1; the number of pages of each request, int32 [B], 0
+                for
+            requests that are not in `sparse_mask`.
 
         Raises:
             ValueError: no decoding step.
@@ -171,18 +172,18 @@ class SpeContextAlgorithm:
         return pages_BJ.masked_fill(beyond_BJ, -1).int(), count_B.int()
 
     def _slots(self, owner_R: Tensor, at_R: Tensor) -> Tensor:
-        """Slots of tokens; positions before the text's first token give slots of no meaning."""
+        """Return the cache positions of tokens; positions before the first token give arbitrary ones."""
         table = self._pool.req_to_token
         return table[owner_R, at_R.clamp(0, table.shape[1] - 1)].long()
 
     def _windows(self, owner_R: Tensor, at_R: Tensor) -> Tensor:
-        """The W tokens that end with each, int64 [R, W]; -1 before the text."""
+        """Return the W tokens that end with each position, int64 [R, W]; -1 before the start."""
         place_RW = at_R[:, None] - torch.arange(self.head.mixed - 1, -1, -1, device=at_R.device)
         ids_RW = self._tokens[self._slots(owner_R[:, None], place_RW)]
         return ids_RW.masked_fill(place_RW < 0, -1)
 
     def _take(self, owner_R: Tensor, at_R: Tensor, ids_R: Tensor) -> None:
-        """Keep tokens and their keys."""
+        """Store tokens and their keys."""
         slots_R = self._slots(owner_R, at_R)
         self._tokens[slots_R] = ids_R.long()
         for first in range(0, len(at_R), CHUNK):
@@ -191,13 +192,14 @@ class SpeContextAlgorithm:
             self._keys[slots_R[part]] = self.head.key(windows_RW, at_R[part])
 
     def _choose(self, owner_B: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Pages of every set, int64 [B, X, J], and how many there are."""
-        len_B, page = batch.seq_lens - 1, self.page  # what is committed; then comes the step's token
+        """Return the pages of every set, int64 [B, X, J], and their number, [B]."""
+        len_B, page = batch.seq_lens - 1, self.page  # committed tokens; the step's own follows
         self._tokens[self._slots(owner_B, len_B)] = batch.input_ids[: len(len_B)].long()
         q_BHD = self.head.query(self._windows(owner_B, len_B), len_B)
         at_S = torch.arange(-(-int(batch.seq_lens.max()) // page) * page, device=len_B.device)
         keys = self._keys[self._slots(owner_B[:, None], (at_S + self.head.shift)[None])]
         scores_BXS = self.head.scores(q_BHD, keys, at_S < len_B[:, None] - self.head.shift)
+        # a page scores as its best token
         scores_BXP = scores_BXS.unflatten(-1, (-1, page)).amax(-1)
         start_P = at_S[::page]
         forced_BP = (start_P < self.sinks) | (start_P + page > len_B[:, None] - self.window)
@@ -207,11 +209,11 @@ class SpeContextAlgorithm:
 
 
 class RetrievalWeights:
-    """Queries and keys of a head that reads embeddings alone.
+    """Queries and keys of a head that reads only embeddings.
 
     Args:
-        folder: of `specontext.json` and the weights.
-        device: of the weights.
+        folder: folder of `specontext.json` and the weights.
+        device: device of the weights.
     """
 
     def __init__(self, folder: Path, device: torch.device | str) -> None:
@@ -224,19 +226,19 @@ class RetrievalWeights:
         self.mixed = len(self._weights["mix"])
 
     def empty(self, slots: int) -> Tensor:
-        """Room for keys, [slots, groups of keys * G, D]."""
+        """Allocate keys, [cache positions, groups of keys * G, D]."""
         return self._weights["mix"].new_zeros(slots, self.key_sets * self.groups, self.dim)
 
     def query(self, ids_RW: Tensor, at_R: Tensor) -> Tensor:
-        """Turned queries, [R, groups of layers * H, D], of the tokens that end with the row's own."""
+        """Return rotated queries, [R, groups of layers * H, D], of the windows that end with each token."""
         return self._turned("q", ids_RW, at_R)
 
     def key(self, ids_RW: Tensor, at_R: Tensor) -> Tensor:
-        """Turned keys, [R, groups of keys * G, D]."""
+        """Return rotated keys, [R, groups of keys * G, D]."""
         return self._turned("k", ids_RW, at_R)
 
     def scores(self, q_BHD: Tensor, k_BSGD: Tensor, visible_BS: Tensor) -> Tensor:
-        """The highest log-weight among each set's query heads, [B, X, S]; -inf where not visible."""
+        """Return log attention weights, maximal over a set's query heads, [B, X, S]; -inf if invisible."""
         per, shared = self.heads // self.groups, self.sets // self.key_sets
         q = q_BHD.unflatten(1, (self.key_sets, shared, self.groups, per)).transpose(2, 3)
         k = k_BSGD.unflatten(2, (self.key_sets, self.groups)).permute(0, 2, 3, 4, 1)
@@ -265,26 +267,28 @@ class RetrievalWeights:
 
 
 def best(scores_BXP: Tensor, forced_BP: Tensor, pages_B: Tensor, most: int) -> Tensor:
-    """The pages with the highest scores, those that are read in any case among them.
+    """Return the pages with the highest scores; the forced pages are always among them.
 
-    Of equal scores the later page is taken, so that the choice does not depend on the room.
+    Of equal scores the later page is taken, so that the choice does not depend on the padding.
 
     Args:
-        scores_BXP: of the pages of the longest text.
-        forced_BP: pages that are read in any case.
-        pages_B: pages of each text.
-        most: pages that are read.
+        scores_BXP: scores of the pages of the longest sequence.
+        forced_BP: True for pages that are read in any case.
+        pages_B: number of pages of each sequence.
+        most: number of pages to read.
 
-    Returns: pages [B, X, J], ascending; what follows the first `pages_B` is 0.
+    Returns:
+        Pages [B, X, J], ascending; values after the first `pages_B` are 0.
     """
     P = scores_BXP.shape[-1]
     at_P = torch.arange(P, device=scores_BXP.device)
     high = torch.finfo(torch.float32).max
-    score = scores_BXP.float().nan_to_num(-high).clamp(-high, high) + 0.0  # of two zeros one
+    score = scores_BXP.float().nan_to_num(-high).clamp(-high, high) + 0.0  # + 0.0 turns -0.0 into 0.0
     score = score.masked_fill(forced_BP[:, None], torch.inf)
     beyond_B1P = at_P >= pages_B[:, None, None]
     bits = score.masked_fill(beyond_B1P, -torch.inf).view(torch.int32)
-    order = (bits ^ ((bits >> 31) & _SIGN)).long() << 32 | at_P  # as the scores, then as the pages
+    # int64 keys that sort by score, then by page: float bits as an ordered int32, the page below
+    order = (bits ^ ((bits >> 31) & _SIGN)).long() << 32 | at_P
     top = order.topk(min(most, P), -1).indices
     found = top.masked_fill(top >= pages_B[:, None, None], P).sort(-1).values
     return found.masked_fill(found == P, 0)

@@ -1,4 +1,4 @@
-"""The jobs of the command line, one module each: `run(cfg)` reads as the story of the job."""
+"""The jobs of the command line, one module each; each has an entry point `run(cfg)`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "inspect": (
         "longtrain.jobs.finished.inspect",
-        "say what an artifact is and whether it verifies, without its target",
+        "describe an artifact and verify its files, without its target",
     ),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "serve": (
@@ -36,17 +36,17 @@ JOBS: dict[str, tuple[str, str]] = {
 """Job name -> (module with `run(cfg)`, one line of help)."""
 
 NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ...")}
-"""Jobs that take bare words -> the key whose list they are, and what they are called in help."""
+"""Jobs that accept positional words -> (the key that collects them, their name in help)."""
 
 SHARED = ("train",)
-"""Jobs that every rank does; the others are done by the first rank alone."""
+"""Jobs that run on every rank; all other jobs run on rank 0 only."""
 
 CONFIGURED = {
     "prepare": "{run_dir}/prepare/config.yaml",
     "train": "{run_dir}/train/config.yaml",
     "eval": "{run_dir}/eval/{suite}/config.yaml",
 }
-"""Jobs that leave their whole configuration in a file -> that file."""
+"""Jobs that store their whole configuration in a file -> the path of that file."""
 
 KEPT = {
     "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
@@ -64,4 +64,4 @@ KEPT = {
     "bench": "what was measured so far is in {run_dir}/bench; the same command measures anew",
     "plan": "nothing was written; run the same command again",
 }
-"""What there is of a job that Ctrl-C ended, and how to go on."""
+"""Job -> message after Ctrl-C: what was kept, and how to continue."""

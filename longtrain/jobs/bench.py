@@ -1,4 +1,4 @@
-"""`longtrain bench`: measure speed or memory on this machine, write JSON and pictures, show a table."""
+"""`longtrain bench`: measure speed or memory on this machine, write JSON and pictures, print a table."""
 
 from __future__ import annotations
 
@@ -6,99 +6,109 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from longtrain import files, provenance
 from longtrain.errors import ConfigError
 from longtrain.files import read_json
-from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
+from longtrain.jobs.setup import load_target
 from longtrain.log import get_logger
 from longtrain.progress import follow
-from longtrain.tables import say
+from longtrain.tables import print_lines
 
 if TYPE_CHECKING:
     from longtrain.bench.suites import Bench, Context, HeldOutWanted
+    from longtrain.config import RunConfig
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
 
-def run(cfg: DictConfig) -> None:
-    """Run the suite that `suite.name` names; what was measured before an error is kept and shown.
+def run(cfg: RunConfig) -> None:
+    """Run the suite named by `suite.name`; measurements made before an error are written and shown.
 
     Raises:
-        ConfigError: no such suite, or one of its keys is wrong.
+        ConfigError: there is no such suite, or one of its keys is wrong.
     """
     from longtrain.bench.suites import brief
 
-    name, (bench, context, settings) = str(cfg.suite.name), _read(cfg)
-    folder = Path(cfg.run_dir) / "bench"
+    name, (bench, context, settings) = cfg.suite.name, _read(cfg)
+    folder = cfg.run_dir / "bench"
     rows: list[dict[str, Any]] = []
     try:
         for row in follow(bench.run(settings, context), f"bench {name}", unit="measurements"):
-            if not rows:  # a run that is refused leaves the files of the last one alone
-                provenance.write(folder, plain(cfg))
+            if not rows:  # a refused run leaves the files of the previous one unchanged
+                provenance.write(folder, cfg.values)
             rows.append(row)
-            _write(folder, name, plain(cfg.suite), rows)
+            _write(folder, name, cfg.suite.values, rows)
             log.info("suite=%s %s", name, brief(row))
     finally:
         if rows:
             _show(bench, settings, context, folder, name, rows)
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: RunConfig) -> None:
     """Refuse wrong keys of a suite; measures nothing.
 
     Raises:
-        ConfigError: no such suite, or one of its keys is wrong.
+        ConfigError: there is no such suite, or one of its keys is wrong.
     """
     _read(cfg)
 
 
-def _read(cfg: DictConfig) -> tuple[Bench, Context, Any]:
-    """A suite of bench, what it may know, and its settings."""
+def _read(cfg: RunConfig) -> tuple[Bench, Context, Any]:
+    """The requested bench suite, its context, and its parsed settings."""
     from longtrain.bench.suites import bench_of
 
-    bench, context = bench_of(str(cfg.suite.name)), context_of(cfg)
-    return bench, context, bench.read(plain(cfg.suite), context)
+    bench, context = bench_of(cfg.suite.name), context_of(cfg)
+    return bench, context, bench.read(cfg.suite.values, context)
 
 
-def context_of(cfg: DictConfig) -> Context:
-    """What suites may know of the configuration beside their own keys."""
+def context_of(cfg: RunConfig) -> Context:
+    """The parts of the configuration that bench suites may read in addition to their own keys."""
     import torch
 
     from longtrain.bench.suites import Context
 
-    reading = {"budget_tokens": cfg.evict.get("budget_tokens"), **plain(cfg.select)}
+    budget = cfg.evict.budget_tokens
     return Context(
-        device=torch.device(device_of(cfg)),
-        seed=convert(cfg.seed, int, "seed"),
-        dtype=str(cfg.target.dtype) if cfg.target else "auto",
-        method=plain(cfg.method) if cfg.method else None,
-        artifact=str(cfg.artifact) if cfg.artifact else None,
-        reading={key: value for key, value in reading.items() if value is not None},
-        home=Path(cfg.home),
-        sampling=sampling_from(cfg),
+        device=torch.device(cfg.target.device_here()),
+        seed=cfg.seed,
+        dtype=cfg.target.dtype,
+        method=cfg.method.values if cfg.method else None,
+        artifact=_one_artifact(cfg),
+        reading=cfg.select if budget is None else {"budget_tokens": budget, **cfg.select},
+        home=cfg.home,
+        sampling=cfg.sampling,
         target_shape=lambda: _target_shape(cfg),
-        drafting=lambda: drafting_from(cfg),
-        load_target=lambda path: load_target_from(cfg, path=path),
+        drafting=cfg.decode.drafting,
+        load_target=lambda path: load_target(cfg, path=path),
         held_out=_held_out,
     )
 
 
-def _target_shape(cfg: DictConfig) -> str | dict[str, Any] | None:
-    """The shape of the target that is named: that of a published one, else the keys of its config.json.
+def _one_artifact(cfg: RunConfig) -> str | None:
+    """The artifact to measure, or None if none is named.
 
     Raises:
-        ConfigError: neither is at hand.
+        ConfigError: several artifacts are named.
+    """
+    if len(cfg.artifacts) > 1:
+        raise ConfigError(f"artifact=[{','.join(cfg.artifacts)}]; bench measures one of them at a time")
+    return cfg.artifacts[0] if cfg.artifacts else None
+
+
+def _target_shape(cfg: RunConfig) -> str | dict[str, Any] | None:
+    """The shape of the target: the name of a published shape, or the keys of its config.json.
+
+    Raises:
+        ConfigError: neither is available.
     """
     from longtrain.costs.model import Sizes
-    from longtrain.jobs.outline import config_file, target_shape
+    from longtrain.jobs.planning.target_shape import config_file, target_shape
     from longtrain.targets.shapes import SHAPES
 
-    if not (cfg.target and (cfg.target.path or cfg.target.shape)):
+    if not (cfg.target.path or cfg.target.shape):
         return None
-    size = Sizes.of(target_shape(cfg)[0])
+    size = Sizes.of(target_shape(cfg.target)[0])
     for name, keys in SHAPES.items():
         if Sizes.of_keys(keys) == size:
             return name
@@ -111,7 +121,7 @@ def _target_shape(cfg: DictConfig) -> str | dict[str, Any] | None:
 
 
 def _held_out(target: Target, wanted: HeldOutWanted | None) -> list[int]:
-    """The tokens of a stretch of held-out text; for None those of all that ships here, in a row."""
+    """Token ids of a stretch of held-out text, or of all bundled held-out text if `wanted` is None."""
     from longtrain.evaluation.corpora import prefix_of
     from longtrain.evaluation.suites.continuation import choose_points, held_out
 
@@ -125,7 +135,7 @@ def _held_out(target: Target, wanted: HeldOutWanted | None) -> list[int]:
 
 
 def _write(folder: Path, name: str, keys: Any, rows: list[dict[str, Any]]) -> None:
-    """Write `NAME.json`: the suite's keys as they were given, the environment and the measurements."""
+    """Write `NAME.json`: the suite's keys as typed, the environment and the measurements."""
     content = {"suite": name, "settings": keys, **provenance.gather(), "rows": rows}
     files.write_text(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
 
@@ -133,8 +143,8 @@ def _write(folder: Path, name: str, keys: Any, rows: list[dict[str, Any]]) -> No
 def _show(
     bench: Bench, settings: Any, context: Context, folder: Path, name: str, rows: list[dict[str, Any]]
 ) -> None:
-    """Print the table, and write it and the pictures beside the JSON."""
+    """Print the table, and write the table and pictures beside the JSON."""
     text = bench.table(rows, settings, context)
     pictures = bench.pictures(rows) if bench.pictures else {}
     files.write_files(folder, {f"{name}.md": f"{text}\n".encode(), **pictures})
-    say(text, f"wrote {', '.join([f'{name}.json', f'{name}.md', *pictures])} in {folder}")
+    print_lines(text, f"wrote {', '.join([f'{name}.json', f'{name}.md', *pictures])} in {folder}")

@@ -1,4 +1,4 @@
-"""Show what drafting and eviction do, on one prompt: two decodings side by side, then the rows that are kept.
+"""Show what drafting and eviction do, on one prompt: two decodings side by side, then the evicted cache.
 
 Shapes: L layers, G KV heads, S prompt tokens.
 """
@@ -8,45 +8,45 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from longtrain import methods
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.jobs.demo_screen import DemoScreen
 from longtrain.jobs.generate import read_prompt
-from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
+from longtrain.jobs.setup import load_artifact, load_target
 from longtrain.settings import Count, convert
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
+    from longtrain.config import RunConfig
     from longtrain.decoding.engine import Generation
     from longtrain.decoding.output import Stream
     from longtrain.decoding.roles import Parts
     from longtrain.targets.model import Target
 
 SNAPKV = "snapkv"
-"""What the rows that an artifact keeps are compared with."""
+"""The policy without training that an artifact is compared with."""
 
 
-def run(cfg: DictConfig) -> None:
-    """Decode one prompt plainly, with a draft, and on an evicted cache, and show what happened.
+def run(cfg: RunConfig) -> None:
+    """Decode one prompt plainly, with a draft, and on an evicted cache, and show the results.
 
     Raises:
-        ConfigError: no artifact drafts.
-        ConflictError: two artifacts play one role.
-        ArtifactError: an artifact is not there, is damaged, or is another target's.
+        ConfigError: no artifact has a draft.
+        ConflictError: two artifacts have the same role.
+        ArtifactError: an artifact does not exist, is damaged, or belongs to another target.
         DataError: the prompt file cannot be read.
         LongtrainError: the two texts differ.
     """
     shipped = json.loads((asset_dir("bundled") / "demo.json").read_text(encoding="utf-8"))
-    own = {"prompt": read_prompt(cfg.prompt_file), "begun": ""} if cfg.prompt_file else {}
+    where = cfg.generate.prompt_file
+    own = {"prompt": read_prompt(where), "begun": ""} if where else {}
     prompt, begun = {**shipped, **own}.values()
     budget = convert(cfg.evict.budget_tokens, Count, "evict.budget_tokens")
-    count = convert(cfg.decode.max_new_tokens, Count, "decode.max_new_tokens")
-    names = artifact_names(cfg)
+    count = cfg.decode.max_new_tokens
+    names = cfg.artifacts
     artifacts = [load_artifact(name, cfg) for name in names]
-    target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
+    target = load_target(cfg, path=artifacts[0].target.name if artifacts else None)
     draft, evictors = _parts(target, artifacts, budget)
     ids = target.encode(prompt, chat=bool(target.require_tokenizer().chat_template))
     screen = DemoScreen(target)
@@ -62,14 +62,14 @@ def run(cfg: DictConfig) -> None:
     made = {name: _generate(target, parts, ids, count) for name, parts in evictors.items()}
     screen.kept(ids, begun, next(iter(made)), made[next(iter(made))], budget)
     whole = {"whole cache": _generate(target, None, ids, count)}
-    screen.texts(begun, whole | {f"{budget} rows, {name}": one for name, one in made.items()})
+    screen.texts(begun, whole | {f"{budget} entries, {name}": one for name, one in made.items()})
 
 
 def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Parts, dict[str, Parts]]:
-    """The draft, and what evicts: the artifact that does, if there is one, and SnapKV.
+    """The draft, and the evictors: that of an artifact, if any, and SnapKV.
 
     Raises:
-        ConfigError: no artifact drafts.
+        ConfigError: no artifact has a draft.
     """
     from longtrain.decoding.evict import Budget
     from longtrain.decoding.roles import Parts
@@ -94,7 +94,7 @@ def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Part
 def _side_by_side(
     screen: DemoScreen, target: Target, draft: Parts, ids: list[int], count: int
 ) -> tuple[Generation, Generation]:
-    """Plain decoding and decoding with the draft, shown as they grow.
+    """Decode plainly and with the draft, displaying both outputs while they are generated.
 
     Raises:
         LongtrainError: the two texts differ.

@@ -1,4 +1,5 @@
-"""What the demo shows: coloured on a terminal, with brackets instead in a pipe and where NO_COLOR is set.
+"""The output of the demo: coloured on a terminal; brackets instead of colours in a pipe or if NO_COLOR is
+set.
 
 Shapes: L layers, G KV heads, S prompt tokens.
 """
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 ACCEPTED, BRIGHT, DIM = "bold green", "bold", "dim"
 SHOWN = 250
-"""Characters of the prompt's beginning and end that stand above the two texts."""
+"""Characters shown of the prompt's beginning and of its end."""
 
 
 class GrowingColumn:
-    """A text that grows, and which of its tokens were drafted."""
+    """A column with text as it is generated, in which drafted tokens are marked."""
 
     def __init__(self, target: Target, name: str) -> None:
         self.name, self.text = name, GrowingText(target.require_tokenizer())
@@ -37,7 +38,7 @@ class GrowingColumn:
         self.grown: Callable[[], None] = lambda: None
 
     def take(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
-        """Take new tokens (a `Stream`)."""
+        """Append new tokens (the callback type `Stream`)."""
         for token, from_draft in zip(tokens, drafted, strict=True):
             if token not in self.ends:
                 self.pieces.append((self.text.add(token), ACCEPTED if from_draft else ""))
@@ -48,7 +49,7 @@ class DemoScreen:
     """Writes the parts of the demo to stdout.
 
     Args:
-        target: its tokenizer makes text of tokens.
+        target: its tokenizer decodes tokens.
     """
 
     def __init__(self, target: Target) -> None:
@@ -57,19 +58,21 @@ class DemoScreen:
         self.marks = self.console.no_color or not self.console.is_terminal
 
     def say(self, *lines: str | Text | Table) -> None:
-        """Some lines, and an empty one."""
+        """Print some lines, and an empty one."""
         for line in (*lines, ""):
             self.console.print(Trimmed(Text(line) if isinstance(line, str) else line))
 
     def prompt(self, prompt: str, tokens: int) -> None:
-        """The prompt's beginning and end, dim."""
+        """Print the prompt's beginning and end, dimmed."""
         self._title(f"The prompt, {tokens} tokens")
         short = prompt if len(prompt) <= 2 * SHOWN else f"{prompt[:SHOWN]} ... {prompt[-SHOWN:]}"
         self.say(Text(short.strip(), DIM))
 
     @contextmanager
     def growing(self, *names: str) -> Iterator[list[GrowingColumn]]:
-        """Columns side by side, shown while their texts grow, or in a pipe when they are done."""
+        """Context manager: columns side by side, updated while their texts are generated, or printed at the
+        end in a pipe.
+        """
         self._title("Two ways of decoding it, greedily")
         shown = "[in brackets]" if self.marks else "green"
         self.say(f"Tokens that the draft proposed and the target accepted are {shown}.")
@@ -85,7 +88,7 @@ class DemoScreen:
             self.say(self._beside(columns))
 
     def compared(self, plain: Generation, drafted: Generation) -> None:
-        """Steps and acceptance of both, and that the texts are the same, which was checked."""
+        """Print steps and acceptance of both decodings; the caller has checked that their texts are equal."""
         lines = []
         for name, made in (("plain", plain), ("speculative", drafted)):
             tokens, steps = len(made.tokens[0]), made.stats.target_forwards
@@ -94,13 +97,15 @@ class DemoScreen:
         self.say(
             *lines,
             "The two texts are the same, token for token: this was checked. Each step reads all weights, "
-            "which is what takes a GPU's time; a CPU's speed shows nothing, so none is given.",
+            "which takes most of a GPU's time; a CPU's speed is no guide, so none is given.",
         )
 
     def kept(self, ids: Sequence[int], begun: str, by: str, made: Generation, budget: int) -> None:
-        """The prompt and what the answer begins with, the words bright that eviction kept."""
+        """Print the prompt and the answer's first words, with the words whose entries eviction kept
+        highlighted.
+        """
         more = " and the answer's first words" if begun else ""
-        self._title(f"The same prompt{more}, the cache evicted to {budget} rows")
+        self._title(f"The same prompt{more}, with {budget} KV entries a head")
         if made.kept is None:
             self.say(f"The prompt has {len(ids)} tokens, which all fit: nothing is evicted.")
             return
@@ -113,14 +118,14 @@ class DemoScreen:
         heads, shown = mask_LGS.shape[0] * mask_LGS.shape[1], "[in brackets]" if self.marks else "bright"
         before, after = made.stats.cache_bytes_full / 1e6, made.stats.cache_bytes / 1e6
         self.say(
-            f"{by} chose {budget} of {len(ids)} rows, on average, for each of the {heads} KV heads of all "
-            f"layers. Words that one of them kept are {shown}. With room for the answer the cache takes "
+            f"{by} chose {budget} of {len(ids)} KV entries, on average, for each of the {heads} KV heads of "
+            f"all layers. Words that one of them kept are {shown}. With room for the answer the cache takes "
             f"{after:.2f} MB, and took {before:.2f}."
         )
         self.say(self._marked(runs))
 
     def texts(self, begun: str, made: Mapping[str, Generation]) -> None:
-        """What followed with each cache."""
+        """Print the continuation with each cache."""
         self._title(f"What follows: ... {' '.join(begun.split()[-3:])}" if begun else "What follows")
         grid = Table.grid(padding=(0, 2))
         for name, one in made.items():
@@ -139,7 +144,7 @@ class DemoScreen:
         return grid
 
     def _marked(self, runs: Sequence[tuple[str, str]]) -> Text:
-        """Pieces of a text with their styles; in brackets, where there is no colour, what it would stress."""
+        """Styled pieces of a text; without colours, highlighted pieces are put in brackets."""
         text = Text()
         for style, run in groupby(runs, key=lambda pair: pair[1]):
             piece = "".join(piece for piece, _ in run)

@@ -1,28 +1,28 @@
-"""`longtrain eval`: a suite with its systems, alone or in parts, then results, tables and pages."""
+"""`longtrain eval`: runs a suite with its systems, in one process or in parts, and writes results, tables and
+pages.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from longtrain import files as files_
 from longtrain import provenance, tables
+from longtrain.config import MERGE
 from longtrain.errors import ConfigError
 from longtrain.jobs import eval_parts
 from longtrain.jobs.finished import compare
-from longtrain.jobs.setup import load_target_from, plain, sampling_from, shape_from, systems_of
+from longtrain.jobs.setup import load_target, systems_of
 from longtrain.log import get_logger
 from longtrain.progress import Progress
-from longtrain.settings import Count, CountOrZero, convert, read, wrong
+from longtrain.settings import wrong
 
 if TYPE_CHECKING:
+    from longtrain.config import DecodeConfig, HarnessKeys, RunConfig
     from longtrain.decoding.evict import Budget
     from longtrain.decoding.roles import TreeShape
     from longtrain.evaluation.harness.session import Outcome, Session
@@ -30,51 +30,23 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MERGE = "merge"
 
+def run(cfg: RunConfig) -> None:
+    """Run the suite `cfg.suite.name`, or the part of it given by `shard`, and write the result when all parts
+    are done.
 
-@dataclass(frozen=True)
-class EvalSettings:
-    """The keys of `suite` that say how any suite is run.
-
-    Args:
-        batch: examples decoded together.
-        bootstrap: resamples of examples behind the 95% intervals.
-        check_baseline: whether the full cache's score must be the recorded one.
-        record: whether the full cache's score is recorded.
-        budgets: rows that evicting systems keep, or shares of the prompt.
-        shapes: widths of the trees that drafts are measured with; none: `decode.shape`.
-        speed_prompts: prompts of each task, or length, that are timed.
-        speed_batch: prompts timed together.
-        speed_tokens: tokens of a timed answer; None: as many as the task has.
-    """
-
-    batch: Count
-    bootstrap: Count
-    check_baseline: bool = True
-    record: bool = False
-    budgets: Any = None
-    shapes: tuple[tuple[Count, ...], ...] | None = None
-    speed_prompts: CountOrZero = 0
-    speed_batch: Count = 1
-    speed_tokens: Count | None = None
-
-
-def run(cfg: DictConfig) -> None:
-    """Run the suite `cfg.suite.name`, or the part of it that `shard` asks for, and write what is complete.
-
-    With `cfg.compare` two finished runs are compared, and nothing is run.
+    With `compare`, compare two finished runs instead.
 
     Raises:
-        ConfigError: no such suite, a setting is wrong, or a ledger holds other settings.
-        LongtrainError: the full cache is not what was recorded, a part failed, or a draft's texts are not
-            those of plain decoding (results are written all the same).
+        ConfigError: there is no such suite, a setting is wrong, or a results journal has other settings.
+        LongtrainError: the full cache's score is not the recorded one, a part failed, or a draft's output
+            differs from plain decoding's (results are written all the same).
     """
-    if cfg.compare is not None:
+    if cfg.evaluation.compare is not None:
         compare.run(cfg)
         return
     check(cfg)
-    shards, shard = parts_of(cfg)
+    shards, shard = cfg.evaluation.shards, cfg.evaluation.part()
     if shard is None and shards > 1:
         eval_parts.run_all(work_part, cfg, shards, folder_of(cfg) / "ledger")
         shard = MERGE
@@ -96,9 +68,9 @@ def run(cfg: DictConfig) -> None:
             finish(cfg, session)
 
 
-def work_part(cfg: DictConfig, number: int, tell: eval_parts.Tell, asked_to_stop: Callable[[], bool]) -> None:
-    """Run one part in a process of its own; whoever started it is told of progress."""
-    session, shards = session_of(cfg), int(cfg.shards)
+def work_part(cfg: RunConfig, number: int, tell: eval_parts.Tell, asked_to_stop: Callable[[], bool]) -> None:
+    """Run one part in a process of its own, and report progress to the parent process."""
+    session, shards = session_of(cfg), cfg.evaluation.shards
     total, before = session.counts(shard=number, shards=shards)
     tell({"total": total, "before": before})
     session.work(
@@ -109,52 +81,33 @@ def work_part(cfg: DictConfig, number: int, tell: eval_parts.Tell, asked_to_stop
     )
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse what would fail at the very end.
+def check(cfg: RunConfig) -> None:
+    """Refuse settings that would otherwise fail only at the end of the run.
 
     Raises:
-        ConfigError: no such suite or report, a wrong key of the suite, or a package that the report needs is
-            missing.
+        ConfigError: there is no such suite or report, or a key of the suite is wrong.
     """
-    from longtrain.evaluation.reporting.page import check_plotly
     from longtrain.evaluation.suites import SUITES
     from longtrain.evaluation.suites.shared import check_settings
 
-    known_suite(cfg)
-    check_settings(importlib.import_module(SUITES[cfg.suite.name]), plain(cfg.suite))
-    if compare.wants_page(cfg):
-        check_plotly()
+    known_suite(cfg.suite.name)
+    check_settings(importlib.import_module(SUITES[cfg.suite.name]), cfg.suite.values)
 
 
-def known_suite(cfg: DictConfig) -> None:
-    """Refuse a suite that there is not.
+def known_suite(name: str) -> None:
+    """Refuse an unknown suite.
 
     Raises:
-        ConfigError: which ones there are.
+        ConfigError: there is no such suite; the message lists the suites.
     """
     from longtrain.evaluation.suites import SUITES
 
-    if cfg.suite.name not in SUITES:
-        raise ConfigError(f"eval has no suite '{cfg.suite.name}'; known: {', '.join(sorted(SUITES))}")
+    if name not in SUITES:
+        raise ConfigError(f"eval has no suite '{name}'; known: {', '.join(sorted(SUITES))}")
 
 
-def parts_of(cfg: DictConfig) -> tuple[int, int | str | None]:
-    """How many parts there are, and which is asked for: a number, `merge`, or None (all).
-
-    Raises:
-        ConfigError: a part that there is not.
-    """
-    shards: int = convert(cfg.shards, Count, "shards")
-    if cfg.shard in (None, MERGE):
-        return shards, cfg.shard
-    number: int = convert(cfg.shard, int, "shard")
-    if not 0 <= number < shards:
-        raise wrong("shard", f"{number} shards={shards}", f"0 to {shards - 1}, merge, or null (all)")
-    return shards, number
-
-
-def session_of(cfg: DictConfig) -> Session:
-    """Target, suite and systems as `cfg` names them, checked.
+def session_of(cfg: RunConfig) -> Session:
+    """Load and check the target, suite and systems that `cfg` names.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -163,20 +116,19 @@ def session_of(cfg: DictConfig) -> Session:
     from longtrain.evaluation.suites import SUITES
     from longtrain.systems import Builder
 
-    settings, asked, sampling = plain(cfg.suite), settings_of(cfg), sampling_from(cfg)
+    asked, sampling = cfg.suite.harness, cfg.sampling
     entries, artifacts = systems_of(cfg)
     first = next(iter(artifacts.values()), None)
-    target = load_target_from(cfg, path=first.target.name if first else None)
-    module = importlib.import_module(SUITES[settings["name"]])
-    seed = convert(cfg.seed, int, "seed")
-    suite: Suite = module.build(settings, target, seed=seed, sampling=sampling)
+    target = load_target(cfg, path=first.target.name if first else None)
+    module = importlib.import_module(SUITES[cfg.suite.name])
+    suite: Suite = module.build(cfg.suite.values, target, seed=cfg.seed, sampling=sampling)
     builder = Builder(
         target,
         budgets_of(asked.budgets),
-        shapes_of(cfg, asked.shapes),
+        shapes_of(cfg.decode, asked.shapes),
         artifacts.__getitem__,
         greedy=sampling.greedy and not any(own_temperatures(suite)),
-        shape_of=partial(shape_from, cfg),
+        shape_of=cfg.decode.one_shape,
     )
     systems = builder.systems(entries, roles=suite.needs, taker=f"suite {suite.name}", own=suite.own_systems)
     return Session(
@@ -185,7 +137,7 @@ def session_of(cfg: DictConfig) -> Session:
         systems=systems if suite.full_cache else systems[1:],
         sampling=sampling,
         folder=folder_of(cfg),
-        home=Path(cfg.home),
+        home=cfg.home,
         batch=asked.batch,
         resamples=asked.bootstrap,
         check=asked.check_baseline,
@@ -193,37 +145,27 @@ def session_of(cfg: DictConfig) -> Session:
     )
 
 
-def settings_of(cfg: DictConfig) -> EvalSettings:
-    """The keys of the suite that say how it is run.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
-    values = plain(cfg.suite)
-    return read(EvalSettings, values, "suite", ignore=values)
-
-
 def own_temperatures(suite: Suite) -> Iterator[float]:
-    """Temperatures that tasks set for their own examples."""
+    """The temperatures that tasks set for their answers."""
     from longtrain.evaluation.task import Task
 
     for task in suite.tasks:
         if isinstance(task, Task):
-            yield from (task.temperature(example) or 0.0 for example in task.examples())
+            yield task.temperature or 0.0
 
 
-def folder_of(cfg: DictConfig) -> Path:
-    """Where the suite's files go."""
-    return Path(cfg.run_dir) / "eval" / str(cfg.suite.name)
+def folder_of(cfg: RunConfig) -> Path:
+    """The folder of the suite's files."""
+    return cfg.run_dir / "eval" / cfg.suite.name
 
 
 def budgets_of(values: Any) -> tuple[Budget, ...]:
-    """Budgets as they were typed: whole numbers are tokens, numbers below 1 shares of the prompt.
+    """Parse budgets: whole numbers are tokens, numbers below 1 are shares of the prompt.
 
-    None are needed where nothing evicts.
+    May be empty if no system evicts.
 
     Raises:
-        ConfigError: neither, or some of both.
+        ConfigError: a value is neither, or the list mixes both.
     """
     from longtrain.decoding.evict import Budget
 
@@ -244,52 +186,55 @@ def budgets_of(values: Any) -> tuple[Budget, ...]:
     raise wrong("suite.budgets", values, rows)
 
 
-def shapes_of(cfg: DictConfig, asked: Sequence[Sequence[int]] | None) -> list[TreeShape]:
-    """Shapes of a draft's tree; none where `decode.shape` is empty.
+def shapes_of(decode: DecodeConfig, asked: Sequence[Sequence[int]] | None) -> list[TreeShape]:
+    """The shapes of the drafted tree to measure; empty if `decode.shape` is empty.
+
+    Args:
+        decode: the group `decode`.
+        asked: widths of each shape; empty: the shape of `decode`.
 
     Raises:
-        ConfigError: a shape that drafts nothing.
+        ConfigError: a shape drafts nothing.
     """
     if asked and not all(asked):
         shown = [list(one) for one in asked]
         raise wrong("suite.shapes", shown, "lists of widths, e.g. [1,1,1,1] or [4,8,8]")
-    shapes = [shape_from(cfg, widths) for widths in asked] if asked else [shape_from(cfg)]
+    shapes = [decode.one_shape(widths) for widths in asked] if asked else [decode.one_shape()]
     return [shape for shape in shapes if shape.widths]
 
 
-def finish(cfg: DictConfig, session: Session) -> None:
-    """Write and show the result of finished work.
+def finish(cfg: RunConfig, session: Session) -> None:
+    """Write and print the result of a finished evaluation.
 
     Raises:
-        ConfigError: something is not done yet.
-        LongtrainError: a draft's texts are not those of plain decoding.
+        ConfigError: an example is not done yet.
+        LongtrainError: a draft's output differs from plain decoding's.
     """
     from longtrain.evaluation.harness.lossless import enforce
     from longtrain.jobs.exporting import evidence
 
     outcome = session.finish()
-    timings = {**outcome.timings, **speed_of(cfg, session)}
+    timings = {**outcome.timings, **speed_of(cfg.suite.harness, session)}
     examples = files_.jsonl(outcome.examples)
     results = {**outcome.results, "examples_sha256": hashlib.sha256(examples).hexdigest()}
     files = {
-        "results.json": files_.sealed(files_.parse_json(files_.as_json(results))),  # which refuses NaN
+        "results.json": files_.sealed(files_.parse_json(files_.as_json(results))),  # parse_json refuses NaN
         "examples.jsonl": examples,
         "timings.json": files_.as_json(timings),
-        **reports(cfg, outcome, timings),
+        **reports(outcome, timings, page=cfg.evaluation.page),
     }
     files_.write_files(session.folder, files)
-    provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
-    evidence.refresh(Path(cfg.home), Path(cfg.run_dir), systems_of(cfg)[1].values())
+    provenance.write(session.folder, cfg.values, protocol=session.protocol.hash)
+    evidence.refresh(cfg.home, cfg.run_dir, systems_of(cfg)[1].values())
     shown = ("table.md", "speed.md", "acceptance.png", "report.html")
     show(outcome, timings, session.folder, [name for name in files if name in shown])
     enforce(outcome.results)
 
 
-def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
-    """Systems timed in turn on a few prompts, where the suite asks for it (`suite.speed_prompts`)."""
+def speed_of(asked: HarnessKeys, session: Session) -> dict[str, Any]:
+    """Time the systems alternately on a few prompts, if the suite asks for it (`suite.speed_prompts`)."""
     from longtrain.evaluation.harness.speed import SpeedTest
 
-    asked = settings_of(cfg)
     if asked.speed_prompts == 0:
         return {}
     test = SpeedTest(
@@ -305,23 +250,24 @@ def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
         return {"speed": test.rows(bar.advance)}
 
 
-def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[str, bytes]:
-    """Tables, pictures and, where `report=html`, the page."""
+def reports(outcome: Outcome, timings: dict[str, Any], *, page: bool) -> dict[str, bytes]:
+    """The files of tables, pictures and, if `page` is True, the HTML page."""
+    from longtrain.evaluation.reporting import page as pages
     from longtrain.evaluation.reporting.comparisons import speed_table
-    from longtrain.evaluation.reporting.page import page
     from longtrain.evaluation.reporting.pictures import pictures
     from longtrain.evaluation.reporting.tables import table
 
-    files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results, timings)}
+    drawn = pictures(outcome.results)
+    files = {"table.md": table(outcome.results).encode(), **drawn}
     if speed := speed_table(outcome.results, timings):
         files["speed.md"] = speed.encode()
-    if compare.wants_page(cfg):
-        files["report.html"] = page(outcome.results, outcome.examples, timings=timings)
+    if page:
+        files["report.html"] = pages.page(outcome.results, outcome.examples, timings=timings, pictures=drawn)
     return files
 
 
 def show(outcome: Outcome, timings: dict[str, Any], folder: Path, names: Sequence[str]) -> None:
-    """The main figures and speeds on the terminal; the files have the rest."""
+    """Print the main scores and speeds; the files have the rest."""
     from longtrain.evaluation.reporting.comparisons import of_first_tokens, speed_summary
     from longtrain.evaluation.reporting.tables import summary
 
@@ -331,5 +277,5 @@ def show(outcome: Outcome, timings: dict[str, Any], folder: Path, names: Sequenc
     if rows:
         what = "" if of_first_tokens(timings) else ", prefill left out"
         tables.show(header, rows, title=f"Speed on {timings['device']}{what}")
-    tables.say(*(f"note: {note}" for note in outcome.results["notes"]))
-    tables.say(*(f"{name}: {folder / name}" for name in names))
+    tables.print_lines(*(f"note: {note}" for note in outcome.results["notes"]))
+    tables.print_lines(*(f"{name}: {folder / name}" for name in names))

@@ -1,4 +1,4 @@
-"""Write the trained module of a run as an artifact, read it back, compare, and upload it if asked."""
+"""`longtrain export`: write a run's trained module as an artifact, verify it, and upload it if requested."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from longtrain import methods, provenance
 from longtrain.assets import artifact_kind
-from longtrain.data.rows.prepared import read_manifest
-from longtrain.errors import ArtifactError, ConfigError, first_line
-from longtrain.files import CHECKSUM, read_json, read_sealed
+from longtrain.data.packing.prepared import read_manifest
+from longtrain.errors import ArtifactError, ConfigError, first_line, with_new_names
+from longtrain.files import read_json, read_sealed
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.exporting.comparison import compare
-from longtrain.jobs.setup import load_target_from, load_tensors
+from longtrain.jobs.setup import load_target, load_tensors
 from longtrain.log import get_logger
-from longtrain.settings import convert, from_file
+from longtrain.settings import from_file
 from longtrain.targets.at_hand import licence_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from longtrain.artifact import Artifact
+    from longtrain.config import RunConfig
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
     from longtrain.training.checkpoint import Saved
@@ -35,40 +34,40 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """What is read of the method of a run."""
+    """The fields of a run's group `method` that export reads."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """What is read of the target of a run."""
+    """The fields of a run's group `target` that export reads."""
 
     path: str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What is read of the configuration of a run; it holds more."""
+    """The fields of a run's stored configuration that export reads."""
 
     method: _Named
     target: _Placed | None = None
 
 
-def run(cfg: DictConfig) -> None:
-    """Export the last checkpoint of the run `cfg.name`, or write `cfg.artifact` in a `format`.
+def run(cfg: RunConfig) -> None:
+    """Export the last checkpoint of the run `cfg.name`, or write a named artifact in another `format`.
 
-    Where several methods were trained together, each is an artifact in a folder of its name.
+    If several methods were trained together, each becomes an artifact in a folder of its own.
 
     Raises:
-        ConfigError: nothing was trained under this name, or with another method, or the format is unknown or
-            cannot say what the module does.
-        ArtifactError: the checkpoint is damaged, of another module, other settings or another target, or the
-            disk is full; or what was written is marked as unverified, since a comparison failed.
+        ConfigError: nothing was trained under this name or with this method, or the format is unknown or
+            cannot represent the module.
+        ArtifactError: the checkpoint is damaged or of another module, other settings or another target, or
+            the disk is full; or the artifact is marked as unverified, since a comparison failed.
     """
     from longtrain.training import checkpoint
 
-    if cfg.verify is not None:
+    if cfg.export.verify is not None:
         formats.verify(cfg)
         return
     form = formats.asked(cfg)
@@ -80,7 +79,7 @@ def run(cfg: DictConfig) -> None:
         if (named := formats.source(cfg)) is not None:
             push.again(cfg, named)
             return
-    trained = Path(cfg.run_dir) / "train"
+    trained = cfg.run_dir / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")
     if path is None:
         where = trained / "checkpoints"
@@ -90,12 +89,12 @@ def run(cfg: DictConfig) -> None:
     settings = _settings(trained, cfg)
     spec = methods.get(str(settings["method"]["name"]))
     config = _config(spec, settings["method"])
-    facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step, trust=bool(cfg.unverified))
-    facts["license"] = push.licence(cfg)
+    facts = _facts(trained, settings, home=cfg.home, step=saved.step, trust=cfg.unverified)
+    facts["license"] = cfg.export.licence
     if unfinished:
         facts["unfinished"] = unfinished
     tensors = checkpoint.trained_tensors(path)
-    folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
+    folder = cfg.checkpoints / cfg.name
     if spec.export is not None:
         if form is not None:
             raise ConfigError(f"format={form}: method {spec.name} makes no artifact; leave format out")
@@ -110,7 +109,7 @@ def run(cfg: DictConfig) -> None:
         artifact_kind(place).refuse_other(place)
     if form is not None and single:
         formats.check(spec.name, form, config, None)
-    target = load_target_from(cfg, path=(settings.get("target") or {}).get("path"), fuse=False)
+    target = load_target(cfg, path=(settings.get("target") or {}).get("path"), fuse=False)
     _same_target(saved, target)
     if form is not None and single:
         formats.check(spec.name, form, config, target.info)
@@ -124,7 +123,7 @@ def run(cfg: DictConfig) -> None:
         if form is not None:
             formats.write(cfg, form, str(folder), target=target)
         elif cfg.push:
-            push.push(cfg, artifact, str(cfg.push))
+            push.push(cfg, artifact, cfg.push)
         return
     members = spec.members(config)
     if form is not None:
@@ -145,7 +144,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def _write(
-    cfg: DictConfig,
+    cfg: RunConfig,
     spec: MethodSpec,
     config: Any,
     module: nn.Module,
@@ -154,12 +153,13 @@ def _write(
     folder: Path,
     facts: dict[str, Any],
 ) -> Artifact:
-    """A module as an artifact, compared and read back, with a card that says what its run has shown.
+    """Write a module as an artifact with a card of its run's results, read it back and compare.
 
-    A comparison that fails is noted in what is written: nobody loses a training to it.
+    A failed comparison is recorded in the artifact instead of raised, so that the trained weights are not
+    lost.
 
     Raises:
-        ArtifactError: a weight is no number, or the disk is full.
+        ArtifactError: a weight is not finite, or the disk is full.
     """
     from longtrain.artifact import Artifact
     from longtrain.jobs.exporting.evidence import gather
@@ -170,41 +170,42 @@ def _write(
     compare(spec, config, module, target=target, artifact=made)
     made.save(folder)
     artifact = Artifact.load(folder, unverified=True)
-    evidence, pictures = gather(Path(cfg.run_dir), artifact.checksum())
+    evidence, pictures = gather(cfg.run_dir, artifact.checksum())
     artifact.describe(evidence, pictures=pictures)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    said = "exported=%s parameters=%d bytes=%d step=%d %s%s"
+    message = "exported=%s parameters=%d bytes=%d step=%d %s%s"
     verdict = f"verified: {artifact.verification.summary()}" if artifact.verified else "UNVERIFIED"
     unfinished = f" unfinished: {facts['unfinished']}" if "unfinished" in facts else ""
-    log.info(said, folder, artifact.parameters(), size, facts["step"], verdict, unfinished)
+    log.info(message, folder, artifact.parameters(), size, facts["step"], verdict, unfinished)
     return artifact
 
 
-def _refuse_unverified(cfg: DictConfig, artifacts: Sequence[Artifact]) -> None:
-    """End with an error where an artifact is on disk and a comparison failed; `unverified` warns instead.
+def _refuse_unverified(cfg: RunConfig, artifacts: Sequence[Artifact]) -> None:
+    """Raise if a written artifact failed a comparison; with `unverified=true`, warn instead.
 
     Raises:
-        ArtifactError: what failed, with its numbers, and how to look closer.
+        ArtifactError: a comparison failed; the message has its numbers and how to investigate.
     """
     if failed := [artifact for artifact in artifacts if not artifact.verified]:
         first = failed[0]
         where = ", ".join(str(artifact.folder) for artifact in failed)
-        said = (
+        message = (
             f"{where} is written but not verified: {first.verification.faults[0]}; look closer: longtrain "
             f"inspect {first.folder}"
         )
-        if not convert(cfg.unverified, bool, "unverified"):
-            raise ArtifactError(said)
-        log.warning("%s", said)
+        if not cfg.unverified:
+            raise ArtifactError(message)
+        log.warning("%s", message)
 
 
-def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:
-    """How far a run came that was cut short, as `step 2 of 6`; empty: it came to its end.
+def _unfinished(cfg: RunConfig, saved: Saved, trained: Path) -> str:
+    """Progress of an interrupted run, as `step 2 of 6`; empty if it ran to its end.
 
-    A run ends at its last step, or earlier where a callback stopped it; it then has a summary of that step.
+    A run ends at its last step, or earlier if a callback stopped it, in which case a summary of that step
+    exists.
 
     Raises:
-        ConfigError: it was cut short, and `unfinished=true` is not passed.
+        ConfigError: the run was interrupted, and `unfinished=true` is not passed.
     """
     planned = saved.facts.get("trainer.max_steps")
     if not isinstance(planned, int) or saved.step >= planned:
@@ -213,26 +214,28 @@ def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:
         if read_json(trained / "summary.json")["steps"] == saved.step:
             return ""
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no summary is written before the end
-    if not convert(cfg.get("unfinished", False), bool, "unfinished"):
+        pass  # the summary is written at the end only
+    if not cfg.export.unfinished:
         raise ConfigError(
             f"the run {cfg.name} is at step {saved.step} of {planned}: it was cut short; the same longtrain "
-            "train goes on, or pass unfinished=true to export it as it is, which its card then says"
+            "train goes on, or pass unfinished=true to export it as it is, which its card then states"
         )
     return f"step {saved.step} of {planned}"
 
 
-def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
-    """The configuration of the training run: what was trained is exported, whatever the command says now."""
+def _settings(trained: Path, cfg: RunConfig) -> dict[str, Any]:
+    """The stored configuration of the training run, which determines what is exported, not the current
+    command.
+    """
     try:
-        settings = provenance.read_config(trained)
+        settings = with_new_names(provenance.read_config(trained))
         from_file(_Settings, settings)
         name = str(settings["method"]["name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(
             f"{trained / 'config.yaml'} is missing or damaged: {' '.join(str(error).split())}; train again"
         ) from None
-    if cfg.method is not None and str(cfg.method.name) != name:
+    if cfg.method is not None and cfg.method.name != name:
         raise ConfigError(
             f"{trained} was trained with method={name}, not {cfg.method.name}; leave method out"
         )
@@ -240,10 +243,10 @@ def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
 
 
 def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
-    """The method's own fields of a saved `method` group.
+    """Parse the method's own fields of a stored `method` group.
 
     Raises:
-        ArtifactError: a field is unknown, or has a value that is not allowed.
+        ArtifactError: a field is unknown, or its value is not allowed.
     """
     values = methods.without_gone({key: value for key, value in values.items() if key != "name"})
     unknown = sorted({*values} - {field.name for field in dataclasses.fields(spec.config)})
@@ -258,11 +261,11 @@ def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
 
 
 def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:
-    """`config.yaml` says of the method what the checkpoint remembers of its training."""
+    """Check that the method's settings in `config.yaml` equal those stored in the checkpoint."""
     from longtrain.training.checkpoint import differences, flat
 
     known = {key: value for key, value in saved.facts.items() if key.startswith("method.")}
-    if changed := differences(provenance.redact(known), flat({"method": method})):
+    if changed := differences(provenance.redact(with_new_names(known)), flat({"method": method})):
         raise ArtifactError(
             f"{trained / 'config.yaml'} is not what {saved.path} was trained with ({changed}); "
             f"put the old values back in that file, or train again"
@@ -270,7 +273,7 @@ def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:
 
 
 def _same_target(saved: Saved, target: Target) -> None:
-    """The target at hand has the weights and the tokenizer that the checkpoint was trained on."""
+    """Check that the target has the weights and the tokenizer that the checkpoint was trained on."""
     for key, found in (("weights", target.info.weights_hash), ("tokenizer", target.info.tokenizer_hash)):
         trained_on = saved.facts.get(f"target.{key}")
         if found and trained_on and found != trained_on:
@@ -281,35 +284,31 @@ def _same_target(saved: Saved, target: Target) -> None:
 
 
 def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int, trust: bool) -> dict[str, Any]:
-    """Provenance of the training run with its data's sources, and of this export.
+    """Provenance of the training run (including the sources of its data) and of this export.
 
-    With `trust` a run whose record is damaged is exported too; its artifact names the record as unchecked.
+    With `trust`, a run with a damaged provenance file is exported too; its artifact lists the file as
+    unchecked.
     """
     file = trained / "provenance.json"
     facts: dict[str, Any] = {}
     try:
-        facts = from_file(dict[str, Any], read_json(file))
-        old = [] if CHECKSUM in facts else [str(file)]  # of an earlier longtrain
-        facts = facts if old else read_sealed(file)
+        facts = read_sealed(file)
         from_file(dict[str, Any] | None, facts.get("data"))
-        old += from_file(list[str], facts.get("unchecked") or [])
     except (OSError, ValueError) as error:
         if not trust:
             raise ArtifactError(
                 f"{file} cannot be read: {error}; put the old file back, or pass unverified=true: the "
                 "artifact is then exported without a word on its data"
             ) from None
-        facts, old = {}, [str(file)]
+        facts = {"unchecked": [str(file)]}
     data = facts.get("data") or {}
     manifest = _manifest(home, data)
     facts |= {"data": {**data, "sources": _sources(manifest)}, "step": step, "export": provenance.gather()}
-    if found := [*old, *(manifest.get("unchecked") or [])]:
-        facts["unchecked"] = found
     return facts
 
 
 def _manifest(home: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of the data that a run was trained on; empty if it is gone."""
+    """The manifest of the data that a run was trained on; empty if it no longer exists."""
     made = sorted((home / "data").glob(f"{escape(str(data.get('name')))}-*/manifest.json"))
     for manifest in (read_manifest(file.parent) for file in made):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
@@ -318,20 +317,22 @@ def _manifest(home: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where the training text is from and under which licences, as the manifest of the data says."""
+    """Sources of the training text and their licences, from the data's manifest."""
     items = manifest.get("sources") or []
     texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
     return [entry for item in items for entry in _entries(item, texts)]
 
 
 def _is_text(source: dict[str, Any]) -> bool:
-    """Whether synthetic sources write into its text: running text that is trained on."""
+    """True if a source is running text that is trained on, into which synthetic sources write."""
     rows_of_text = source["reader"] == "jsonl" and source.get("adapter") in (None, "", "text")
     return (source["reader"] == "text" or rows_of_text) and source.get("split") != "val"
 
 
 def _entries(item: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
-    """A source of prepared data as lines of the model card; synthetic ones are written into `texts`."""
+    """A source of prepared data as entries of the model card; for synthetic ones, `texts` are the texts they
+    write into.
+    """
     source, inputs = item["source"], item["inputs"]
     kind = source.get("kind")
     if "parts" in inputs:

@@ -1,4 +1,4 @@
-"""Which target a training run loads and what stands in its place, as `features` says."""
+"""Loads the target for training, or its stored features instead (`features=online|fill|offline`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.features.settings import FeatureSettings
-from longtrain.jobs.setup import load_target_from, plain
+from longtrain.jobs.setup import load_target
 from longtrain.log import get_logger
-from longtrain.settings import read
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
+    from longtrain.config import RunConfig
     from longtrain.features.forms import Form
+    from longtrain.features.settings import FeatureSettings
     from longtrain.features.shards import FeatureFiles
     from longtrain.methods.spec import Objective
     from longtrain.targets.model import Target
@@ -23,23 +21,11 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def settings_of(cfg: DictConfig) -> FeatureSettings:
-    """`cfg.features`, checked.
-
-    Raises:
-        ConfigError: a key or value is wrong.
-    """
-    settings = read(FeatureSettings, plain(cfg.features) if cfg.get("features") else {}, "features")
-    if settings.mode != "online" and settings.folder is None:
-        raise ConfigError(f"features={settings.mode} needs a folder; pass features.folder=FOLDER")
-    return settings
-
-
 def form_of(settings: FeatureSettings) -> Form:
-    """How features are stored: as the settings say, and where they do not, as the folder has them.
+    """The storage form of features: from the settings, else from the folder.
 
     Raises:
-        DataError: what says how they are stored is damaged.
+        DataError: the folder's description of its form is damaged.
     """
     from longtrain.features import identity
     from longtrain.features.forms import Form
@@ -50,11 +36,11 @@ def form_of(settings: FeatureSettings) -> Form:
 
 
 def check_filled(settings: FeatureSettings) -> None:
-    """Refuse to read features from a folder that holds none.
+    """Refuse to read features from a folder without features.
 
     Raises:
-        ConfigError: it holds none, and features=offline.
-        DataError: what says whose they are is damaged.
+        ConfigError: features=offline, and the folder has no features.
+        DataError: the folder's description of its target and data is damaged.
     """
     from longtrain.features import identity
 
@@ -62,25 +48,25 @@ def check_filled(settings: FeatureSettings) -> None:
         raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
 
 
-def load_for_training(cfg: DictConfig, settings: FeatureSettings, *, device: str) -> Target:
-    """The target, without its layers where all features are stored.
+def load_for_training(cfg: RunConfig, *, device: str) -> Target:
+    """Load the target, without its layers if all features are stored.
 
     Raises:
-        ConfigError: no target is chosen, or there are no features to read.
+        ConfigError: no target is chosen, or no features are stored.
     """
-    offline = settings.mode == "offline" and bool(cfg.target and cfg.target.path)
+    offline = cfg.features.mode == "offline" and bool(cfg.target.path)
     if offline:
-        check_filled(settings)
-    return load_target_from(cfg, device=device, fuse=not offline, training=True, layers=not offline)
+        check_filled(cfg.features)
+    return load_target(cfg, device=device, fuse=not offline, training=True, layers=not offline)
 
 
 @dataclass
 class Stored:
-    """What stands in the target's place while a method trains.
+    """The target of a training run, or the `StoredTarget` in its place.
 
     Args:
-        target: the target itself, or a stand-in that stores and reads what it gives.
-        shards: where that is; None: nothing is stored.
+        target: the target itself, or a `StoredTarget` that stores and reads its outputs.
+        shards: the feature files; None: nothing is stored.
     """
 
     target: Any
@@ -88,22 +74,23 @@ class Stored:
 
     @property
     def lean(self) -> str | None:
-        """The form, where it keeps less than bf16 does and so changes what is trained on; else None."""
+        """The storage form if it is less precise than bf16, and so changes what is trained on, else None."""
         from longtrain.features.forms import Form
 
         return None if self.shards is None or self.target.form == Form() else str(self.target.form)
 
     def follow(self, objective: Objective) -> None:
-        """Let the stand-in see the batches of an objective, if that can do with what is stored.
+        """Check that the stored features suffice for an objective, then hook it so that each batch's features
+        are found.
 
         Raises:
-            ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states; or it
-                asks the target, whose layers are not loaded.
+            ConfigError: only the most likely tokens are stored and the objective reads hidden states; or it
+                runs the target, whose layers are not loaded.
         """
         if self.shards is None:
             return
         top_k = self.target.form.top_k
-        if top_k and not objective.reads_top_law:
+        if top_k and not objective.reads_top_tokens:
             raise ConfigError(
                 f"features.top_k={top_k} keeps no hidden states, and this method reads them; pass "
                 "features.top_k=0"
@@ -116,16 +103,16 @@ class Stored:
         self.target.follow(objective)
 
     def close(self) -> None:
-        """Write what is not on the disk yet.
+        """Flush buffered features to disk.
 
         Raises:
             LongtrainError: the disk is full.
         """
         if self.shards is not None:
             self.shards.close()
-            said = "features documents=%d tokens=%d mib=%.1f folder=%s"
+            message = "features documents=%d tokens=%d mib=%.1f folder=%s"
             size = self.shards.size_bytes() / 2**20
-            log.info(said, len(self.shards), self.shards.tokens(), size, self.shards.folder)
+            log.info(message, len(self.shards), self.shards.tokens(), size, self.shards.folder)
 
 
 def stored(
@@ -134,14 +121,14 @@ def stored(
     """Open the stored features of a run.
 
     Args:
-        settings: of `features`.
-        target: what `load_for_training` gave; None: the method trains without one.
-        data: its name, and what `data.sha256` says it is.
-        rank: this process.
+        settings: the group `features`.
+        target: the result of `load_for_training`; None: the method trains without a target.
+        data: the data's name and its hash (`data.sha256`).
+        rank: the rank of this process.
 
     Raises:
-        ConfigError: the folder's features are of another target, data or form, or another run writes them.
-        DataError: an index in it is damaged.
+        ConfigError: the folder has features of another target, data or form, or another run is writing to it.
+        DataError: an index in the folder is damaged.
         LongtrainError: the disk is full.
     """
     if settings.mode == "online" or target is None:
@@ -169,7 +156,7 @@ def stored(
 
 
 def _take_dump(settings: FeatureSettings, shards: FeatureFiles, target: Target, form: Form) -> None:
-    """Store what another trainer dumped, if the settings name such a folder."""
+    """Import features that another trainer dumped, if the settings name a folder of such files."""
     if settings.dump is None:
         return
     from longtrain.features import dumps
@@ -179,33 +166,33 @@ def _take_dump(settings: FeatureSettings, shards: FeatureFiles, target: Target, 
 
 
 def check_stored(kept: Stored, data: Any, *, steps: int, validates: bool) -> None:
-    """Refuse a run of `features=offline` that would meet documents which are not stored, before it begins.
+    """Refuse a run with `features=offline` if any document that it will read is not stored, before it begins.
 
     Args:
-        kept: the run's features.
-        data: its data module.
-        steps: its optimizer steps.
-        validates: whether it reads held-out rows too.
+        kept: the run's stored features.
+        data: the run's data module.
+        steps: the run's optimizer steps.
+        validates: True if held-out sequences are read too.
 
     Raises:
-        DataError: some are missing; the message says how many, and names the first.
+        DataError: documents are missing; the message gives their number and the first one's name.
     """
-    from longtrain.data.rows.module import DataModule
+    from longtrain.data.packing.module import DataModule
 
     if kept.shards is None or kept.target.compute or not isinstance(data, DataModule):
         return
     wants = kept.shards.wants("row")
     if len(wants) != 1:
-        return  # the first row says what is wrong
+        return  # the first sequence raises the error
     import numpy as np
     import torch
 
     from longtrain.features.target import row_key
 
     plan = data.plan
-    spans = [plan.pieces.take(np.arange(plan.row_ptr[steps * plan.rows_per_step]))]
-    if validates and (rows := data.val_dataloader()):
-        spans.append(rows.dataset.plan.pieces)  # type: ignore[union-attr]
+    spans = [plan.pieces.take(np.arange(plan.row_ptr[steps * plan.sequences_per_step]))]
+    if validates and data.val_dataloader():  # [] if there are fewer sequences than ranks
+        spans.append(data.val_plan.pieces)
     pieces = {(a, n): doc for one in spans for a, n, doc in zip(one.start, one.length, one.doc, strict=True)}
     (asked,) = wants
     missing = []

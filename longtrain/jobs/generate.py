@@ -1,34 +1,28 @@
-"""Stream text from a target, with artifacts or without; one line of statistics goes to stderr at the end."""
+"""`longtrain generate`: stream text from a target, with or without artifacts; statistics go to stderr at the
+end.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import UTF8, read_text
-from longtrain.jobs.setup import (
-    NO_TARGET,
-    artifact_names,
-    drafting_from,
-    load_artifact,
-    load_target_from,
-    plain,
-    sampling_from,
-)
-from longtrain.settings import AUTO, Text, Tokens, Words, convert
+from longtrain.jobs.setup import load_artifact, load_target
+from longtrain.settings import AUTO
 from longtrain.targets.tokenizer import GrowingText, chats
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
-    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.entry_sets import ReadBudget
+    from longtrain.config import GenerateKeys, RunConfig
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
     from longtrain.systems import Entry
@@ -36,41 +30,40 @@ if TYPE_CHECKING:
 
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 STDIN = "-"
-"""A `prompt_file` that stands for what is piped in."""
+"""The value of `prompt_file` for reading stdin."""
 KEPT = 128
-"""What an eviction artifact keeps where no budget is given: as much as a policy (conf/evict) and eval do."""
+"""Default budget of an eviction artifact: the same as that of policies (conf/evict) and of `eval`."""
 PATIENCE_MS = 1000
-"""How long nothing may come through a pipe before it is said that it is waited for."""
+"""Delay before a message that input from a pipe is awaited."""
 
 
-def run(cfg: DictConfig) -> None:
+def run(cfg: RunConfig) -> None:
     """Generate `cfg.decode.max_new_tokens` tokens after the prompt.
 
     Raises:
-        ConfigError: no prompt, or settings that do not fit each other.
-        ConflictError: two artifacts, or an artifact and `evict`, play one role.
+        ConfigError: there is no prompt, or settings contradict each other.
+        ConflictError: two artifacts, or an artifact and `evict`, have the same role.
         DataError: the prompt file cannot be read.
     """
     from longtrain.decoding.engine import Engine
 
-    prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
-    count = convert(cfg.decode.max_new_tokens, Tokens, "decode.max_new_tokens")
-    entry = entry_of(cfg)
+    asked, decode, sampling = cfg.generate, cfg.decode, cfg.sampling
+    prompt, entry = _prompt(asked), entry_of(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
-    target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
-    chat = _chat(cfg, target)
+    target = load_target(cfg, path=artifacts[0].target.name if artifacts else None)
+    chat = _chat(asked, target)
     ids = target.encode(prompt, chat=chat)
     parts = parts_of(cfg, target, entry, artifacts)
-    colour = bool(cfg.color) and sys.stdout.isatty()
-    writer = TextWriter(target, colour=colour, stop=stop, ends=target.info.eos_ids)
+    colour = asked.color and sys.stdout.isatty()
+    writer = TextWriter(target, colour=colour, stop=asked.stop, ends=target.info.eos_ids)
     if colour:
         print(f"{DIM}{prompt}{PLAIN}", end="\n" if chat else "", flush=True)
     generation = Engine(target, parts).generate(
         [ids],
-        max_new_tokens=count,
+        max_new_tokens=decode.max_new_tokens,
         sampling=sampling,
-        shape=drafting_from(cfg) if parts.draft else None,
-        stop=stop,
+        shape=decode.drafting() if parts.draft else None,
+        stop=asked.stop,
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
@@ -82,46 +75,41 @@ def run(cfg: DictConfig) -> None:
     print(statistics(generation.stats, parts, unverified=unverified), file=sys.stderr)
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse what no text can be made with; loads nothing and leaves what is piped in unread.
+def check(cfg: RunConfig) -> None:
+    """Refuse settings that cannot generate text; loads nothing and does not read from pipes.
 
     Raises:
-        ConfigError: no prompt, no target, or settings that do not fit each other.
-        DataError: the prompt file is not there.
+        ConfigError: there is no prompt or target, or settings contradict each other.
+        DataError: the prompt file does not exist.
     """
-    _one_prompt(cfg)
-    check_prompt_file(cfg)
-    _stop(cfg)
-    convert(cfg.chat, Literal["auto", True, False], "chat")
-    if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
-        raise ConfigError(NO_TARGET)
+    _one_prompt(cfg.generate)
+    check_prompt_file(cfg.generate)
+    if not cfg.artifacts:
+        cfg.target.required_path()
 
 
-def _chat(cfg: DictConfig, target: Target) -> bool:
-    """Whether the prompt goes through the chat template: `auto` asks a chat model what is typed as `prompt=`.
+def _chat(asked: GenerateKeys, target: Target) -> bool:
+    """True if the prompt is put into the chat template; `auto` does so for `prompt=` if the target has a
+    template.
 
-    A prompt file is continued as it is: it may hold a text, or a conversation that is rendered already.
-
-    Raises:
-        ConfigError: another value than auto, true or false.
+    A prompt file is continued unchanged: it may contain a text, or a conversation that is already rendered.
     """
-    asked: Literal["auto", True, False] = convert(cfg.chat, Literal["auto", True, False], "chat")
-    if asked != AUTO:
-        return bool(asked)
-    if cfg.prompt is None or not chats(target.tokenizer):
+    if asked.chat != AUTO:
+        return bool(asked.chat)
+    if asked.prompt is None or not chats(target.tokenizer):
         return False
     _aside("the prompt is a user's message in the target's chat template; chat=false continues it as text")
     return True
 
 
 def _aside(line: str) -> None:
-    """A line beside the text, dim on a terminal."""
+    """Print a line to stderr, dimmed on a terminal."""
     before, after = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
     print(f"{before}longtrain: {line}{after}", file=sys.stderr, flush=True)
 
 
 def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> str:
-    """One line: tokens, speed, acceptance and memory of what ran, and which artifacts did not verify."""
+    """One line on tokens, speed, acceptance and memory of a run, and the artifacts that did not verify."""
     parts = [f"UNVERIFIED artifact {name}" for name in unverified] + [
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
@@ -134,7 +122,7 @@ def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> s
     if ran.selector is not None:
         parts.append(_read(ran.selector.budget))
     if stats.evicted:
-        parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")
+        parts.append(f"kept {sum(stats.kept_entries):.0f} of {sum(stats.prompt_tokens)} entries")
         parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB, {stats.cache_bytes_full / 1e6:.1f} before")
     else:
         parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB")
@@ -144,93 +132,73 @@ def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> s
 
 
 def _read(budget: ReadBudget) -> str:
-    """How many committed rows a step reads at most, and which keys say so."""
+    """The maximum number of committed KV entries that a step reads, and the keys that set it."""
     keys = "evict.budget_tokens" + (", select.every" if budget.every > 1 else "")
-    words = f"at most {budget.rows + budget.every - 1} rows read a step ({keys})"
+    words = f"at most {budget.rows + budget.every - 1} entries read a step ({keys})"
     if budget.dense_layers:
         words += f", all in layers {', '.join(map(str, budget.dense_layers))} (select.dense_layers)"
     return words
 
 
 def _named(widths: Sequence[int]) -> str:
-    """A shape in one word: `plain`, `chain-4`, `4-8-8`."""
+    """The name of a draft's shape: `plain`, `chain-4`, `4-8-8`."""
     if set(widths) == {1}:
         return f"chain-{len(widths)}"
     return "-".join(map(str, widths)) or "plain"
 
 
-def entry_of(cfg: DictConfig) -> Entry:
-    """What `artifact`, a method without training, `cache` and `evict` name, as one entry of `suite.systems`.
+def entry_of(cfg: RunConfig) -> Entry:
+    """The system made of `artifact`, an untrained method, `cache` and `evict`, as one entry of
+    `suite.systems`.
 
     Raises:
-        ConfigError: no such policy, or a method that needs an artifact and has none.
+        ConfigError: there is no such policy, or a method needs an artifact and has none.
     """
-    from longtrain import methods
     from longtrain.methods import policies
-    from longtrain.systems.system import BUDGET_KEYS, parse
+    from longtrain.systems.system import parse
 
-    names = artifact_names(cfg)
-    typed: dict[str, Any] = {"artifact": names, "cache": plain(cfg.cache)}
-    if cfg.method is not None:
-        spec = methods.get(str(cfg.method.name))
-        if spec.attach is None and not names:
-            raise ConfigError(f"method={spec.name} brings nothing to decode with; leave method out")
-        if spec.objective is not None and not names:
+    method, evict = cfg.method, cfg.evict
+    adaptive = {} if evict.adaptive is None else {"adaptive": evict.adaptive}
+    options = {**evict.options, **adaptive}  # policies refuse an unknown option
+    typed: dict[str, Any] = {"artifact": cfg.artifacts, "cache": cfg.cache}
+    if method is not None:
+        if method.spec.attach is None and not cfg.artifacts:
+            raise ConfigError(f"method={method.name} brings nothing to decode with; leave method out")
+        if method.spec.objective is not None and not cfg.artifacts:
             raise ConfigError(
-                f"method={spec.name} needs trained weights, and artifact=null; pass artifact=NAME, or leave "
-                "method out"
+                f"method={method.name} needs trained weights, and artifact=null; pass artifact=NAME, or "
+                "leave method out"
             )
-        if spec.objective is None and spec.attach is not None:
-            typed["method"] = plain(cfg.method)
-    options = {key: value for key, value in plain(cfg.evict).items() if key not in BUDGET_KEYS}
-    name, adaptive = options.pop("policy"), _adaptive(cfg)
-    if adaptive is None:
-        options.pop("adaptive", None)
-    if name is not None:
-        policies.policy_class(str(name))
-        typed["policy"] = {"name": name, "label": f"evict={name}", **options}
+        if method.spec.objective is None and method.spec.attach is not None:
+            typed["method"] = dict(method.values)
+    if evict.policy is not None:
+        policies.policy_class(evict.policy)
+        typed["policy"] = {"name": evict.policy, "label": f"evict={evict.policy}", **options}
     else:
         typed |= {key: value for key, value in options.items() if value is not None and value is not False}
-    if adaptive is not None:
-        typed["adaptive"] = adaptive
-    typed |= {key: value for key, value in plain(cfg.select).items() if value is not None}
-    return parse(typed)
+    typed |= adaptive
+    return parse(typed | cfg.select)
 
 
-def _adaptive(cfg: DictConfig) -> Any:
-    """How an eviction artifact shares its budget out: `evict.adaptive`; policies lack it. None: its own."""
-    allowed = Literal[False, "heads", "layers"] | None
-    return convert(cfg.evict.get("adaptive"), allowed, "evict.adaptive")
+def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
+    """Build the engine's parts from the entry; a budget without an evictor is refused.
 
-
-def _stop(cfg: DictConfig) -> list[str]:
-    """The strings that end the text: `stop=TEXT` or `stop=[TEXT,TEXT]`."""
-    value = plain(cfg.stop)
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    texts = Annotated[list[Text], Words("a string, or a list of strings, none of them empty")]
-    return convert(listed, texts, "stop")
-
-
-def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
-    """What the entry brings to an engine; a budget that nothing evicts to is refused.
-
-    An eviction artifact without a budget gets `KEPT`, and a line says so.
+    An eviction artifact without a budget gets `KEPT`, and a line reports it.
     """
     from longtrain import methods
     from longtrain.artifact import Artifact
-    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.entry_sets import ReadBudget
     from longtrain.decoding.evict import Budget
     from longtrain.systems import Builder
     from longtrain.systems.system import BUDGET_KEYS
 
-    tokens = convert(cfg.evict.get("budget_tokens"), int | None, "evict.budget_tokens")
-    ratio = convert(cfg.evict.get("budget_ratio"), float | None, "evict.budget_ratio")
+    tokens, ratio = cfg.evict.budget_tokens, cfg.evict.budget_ratio
     names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
     taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
     if (tokens, ratio) == (None, None):
         if any("every" in methods.get(name).inference_keys for name in names):
-            tokens = ReadBudget.rows  # what chooses rows has a budget in any case, as in plan
+            tokens = ReadBudget.rows  # selectors always have a budget, as in `plan`
         elif evicts and entry.policy is None:
             tokens = KEPT
             _aside(f"evict.budget_tokens={KEPT}, since none is given: KV entries kept of each layer and head")
@@ -243,14 +211,15 @@ def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[
         )
     selects = parts.selector is not None
     own, other = ("select", "evict") if selects else ("evict", "select")
-    both = selects and entry.policy is not None  # the engine refuses these, whatever the window
-    if "window" in taken and not both and cfg[other].get("window") is not None:
+    window = (cfg.evict.options if selects else cfg.select).get("window")
+    both = selects and entry.policy is not None  # the engine refuses these at any window
+    if "window" in taken and not both and window is not None:
         raise ConfigError(
-            f"{other}.window={cfg[other].window} and what runs {'chooses rows' if selects else 'evicts'}; "
-            f"pass {own}.window={cfg[other].window}"
+            f"{other}.window={window} and what runs {'selects entries' if selects else 'evicts'}; pass "
+            f"{own}.window={window}"
         )
     if idle := [key for key in entry.options if key not in taken]:
-        group = "select" if cfg.select.get(idle[0]) is not None else "evict"
+        group = "select" if idle[0] in cfg.select else "evict"
         raise ConfigError(
             f"{group}.{idle[0]}={entry.options[idle[0]]} and nothing that takes it; pass the artifact of a "
             "method that does, or for a policy evict=adakv evict.over=snapkv, say"
@@ -258,16 +227,16 @@ def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[
     return parts
 
 
-def _one_prompt(cfg: DictConfig) -> None:
-    if (cfg.prompt is None) == (cfg.prompt_file is None):
+def _one_prompt(asked: GenerateKeys) -> None:
+    if (asked.prompt is None) == (asked.prompt_file is None):
         raise ConfigError(
             "generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE after its word: "
             "longtrain generate ... prompt=TEXT (prompt_file=- reads what is piped in)"
         )
-    if cfg.prompt is not None and str(cfg.prompt) == "":
+    if asked.prompt == "":
         raise ConfigError('prompt is empty; pass a text, e.g. prompt="Once upon a time"')
     try:
-        str(cfg.prompt).encode()
+        str(asked.prompt).encode()
     except UnicodeEncodeError:
         raise ConfigError(
             "prompt= holds bytes that are not UTF-8; type it in a terminal that is set to UTF-8, or pass "
@@ -275,36 +244,36 @@ def _one_prompt(cfg: DictConfig) -> None:
         ) from None
 
 
-def _prompt(cfg: DictConfig) -> str:
-    _one_prompt(cfg)
-    return read_prompt(cfg.prompt_file) if cfg.prompt is None else str(cfg.prompt)
+def _prompt(asked: GenerateKeys) -> str:
+    _one_prompt(asked)
+    return read_prompt(asked.prompt_file) if asked.prompt is None else str(asked.prompt)
 
 
-def check_prompt_file(cfg: DictConfig) -> None:
-    """Refuse a prompt file that cannot be read; a pipe can be read only once, and is left as it is.
+def check_prompt_file(asked: GenerateKeys) -> None:
+    """Refuse a prompt file that cannot be read; pipes are not opened, because they can be read only once.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
-    where = cfg.prompt_file
+    where = asked.prompt_file
     kept = where is not None and where != STDIN and not Path(where).expanduser().is_fifo()
     if kept and not read_prompt(where):
         raise DataError(f"prompt_file={where} is empty; it needs a text of one token or more")
 
 
 def read_prompt(where: str | Path) -> str:
-    """The text of a prompt file, or of a pipe: one in the place of a file (`<(command)`), or with `-` stdin.
+    """The text of a prompt file, of a named pipe (as from `<(command)`), or of stdin for `-`.
 
-    Line ends stay as they are; a byte order mark at the beginning is no part of it.
+    Line ends are preserved; a byte order mark at the beginning is removed.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     path = Path(where).expanduser()
     try:
         if where == STDIN:
             if sys.stdin.isatty():
-                _wait_said("the prompt that you type; Ctrl-D on a line of its own ends it")
+                _print_waiting("the prompt that you type; Ctrl-D on a line of its own ends it")
             return sys.stdin.buffer.read().decode(UTF8)
         if path.is_fifo():
             return _piped(path).decode(UTF8)
@@ -315,13 +284,13 @@ def read_prompt(where: str | Path) -> str:
 
 
 def _piped(path: Path) -> bytes:
-    """All that is written to a pipe; where nobody writes to it yet, what is waited for is said."""
-    stream = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else opening it waits for somebody who writes
+    """All bytes written to a pipe; prints a message if nothing arrives within `PATIENCE_MS`."""
+    stream = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a blocking open would wait for a writer
     try:
         poll = select.poll()
         poll.register(stream, select.POLLIN)
         if not poll.poll(PATIENCE_MS):
-            _wait_said(f"prompt_file={path}, a pipe to which nothing is written yet; Ctrl-C ends this")
+            _print_waiting(f"prompt_file={path}, a pipe to which nothing is written yet; Ctrl-C ends this")
             poll.poll()
         os.set_blocking(stream, True)
         with os.fdopen(stream, "rb", closefd=False) as file:
@@ -330,30 +299,37 @@ def _piped(path: Path) -> bytes:
         os.close(stream)
 
 
-def _wait_said(for_what: str) -> None:
+def _print_waiting(for_what: str) -> None:
     sys.stderr.write(f"longtrain: waiting for {for_what}\n")
     sys.stderr.flush()
 
 
 class TextWriter:
-    """Prints tokens as they come: whole characters only, accepted draft tokens in green.
+    """Prints tokens as they are generated: complete characters only, accepted draft tokens in green.
 
-    As many characters as the longest of `stop` has wait: they may turn out to begin a stop string. What one
-    begins is never printed, however much a token brings after it. Special tokens are printed, as in the text
-    of a generation; a token of `ends` is no part of either.
+    Characters that may begin a stop string are held back, up to the length of the longest of `stop`. Text
+    from a stop string on is never printed. Special tokens are printed, as in the text
+    of a `Generation`; tokens of `ends` are not. `write` receives the text; by default it is printed.
     """
 
     def __init__(
-        self, target: Target, *, colour: bool, stop: Sequence[str] = (), ends: Sequence[int] = ()
+        self,
+        target: Target,
+        *,
+        colour: bool,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        write: Callable[[str], object] | None = None,
     ) -> None:
         self.text = GrowingText(target.tokenizer)
         self.colour, self.stop, self.ends = colour, stop, ends
+        self.write = write or partial(print, end="", flush=True)
         self.hold = max((len(text) for text in stop), default=0)
         self.waiting: list[tuple[str, bool]] = []
         self.length = 0
 
     def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
-        """Take new tokens; a byte that does not end a character waits for the next token."""
+        """Add new tokens; bytes that do not complete a character wait for the next token."""
         for token, from_draft in zip(tokens, drafted, strict=True):
             if token not in self.ends:
                 self.waiting += [(char, from_draft) for char in self.text.add(token)]
@@ -362,7 +338,7 @@ class TextWriter:
         self._print(min([len(self.waiting) - self.hold, *found]))
 
     def close(self, text: str) -> None:
-        """Print what is left of the whole text."""
+        """Print the rest of the final text."""
         rest = text[self.length :]
         colours = [from_draft for _, from_draft in self.waiting]
         colours += [False] * (len(rest) - len(colours))
@@ -370,10 +346,10 @@ class TextWriter:
         self._print(len(self.waiting))
 
     def show(self, shown: Sequence[tuple[str, bool]]) -> None:
-        """Print characters that are certain, with whether each came from the draft."""
+        """Print characters that cannot change any more, each with a flag for draft tokens."""
         for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
             text = "".join(char for char, _ in run_of)
-            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
+            self.write(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text)
 
     def _print(self, count: int) -> None:
         shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]

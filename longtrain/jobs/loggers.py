@@ -1,55 +1,58 @@
-"""The loggers of a training run: which packages they need, how they are built, and the id of a W&B run."""
+"""Loggers of a training run: required packages, construction, and the id of a W&B run."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from longtrain import files, provenance
 from longtrain.errors import ConfigError
 from longtrain.log import on_first_rank
 
+if TYPE_CHECKING:
+    from longtrain.config import RunConfig
+
 LOGGER_PACKAGES = {"wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}
-"""Loggers of `conf/logger` that need a package of an extra -> the packages of which one must be there."""
+"""Loggers of `conf/logger` that need an optional package -> the packages of which one must be installed."""
 
 
-def settle_wandb_id(cfg: DictConfig, folder: Path, *, anew: bool) -> None:
-    """Give a run its own id for Weights & Biases, and the same one when it goes on.
+def with_wandb_id(cfg: RunConfig, folder: Path, *, anew: bool) -> RunConfig:
+    """A configuration with an id for the run in Weights & Biases; a resumed run gets the same id.
 
     Args:
-        cfg: the resolved configuration; `logger.wandb.id` is set where it is null.
-        folder: of the run; the id is kept in it.
-        anew: draw another one, for a run that starts again.
+        cfg: the configuration; if `logger.wandb.id` is null, it is set.
+        folder: the run's folder, in which the id is stored.
+        anew: draw a new id, for a run that starts from the beginning.
     """
-    wandb = (cfg.get("logger") or {}).get("wandb")
+    wandb = cfg.loggers.get("wandb")
     if wandb is None or wandb.get("id") is not None or not on_first_rank():
-        return
+        return cfg
     file = folder / "wandb_id.txt"
     if anew or not file.is_file():
         files.write_text(file, secrets.token_hex(8))
-    wandb.id = file.read_text(encoding="utf-8").strip()
+    known = {**wandb, "id": file.read_text(encoding="utf-8").strip()}
+    return cfg.having(logger={**cfg.loggers, "wandb": known})
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: RunConfig) -> None:
     """Refuse a logger whose package is not installed.
 
     Raises:
-        ConfigError: what to install.
+        ConfigError: a package is missing; the message says what to install.
     """
     for name, packages in LOGGER_PACKAGES.items():
-        if (cfg.get("logger") or {}).get(name) is not None and not any(map(find_spec, packages)):
+        if cfg.loggers.get(name) is not None and not any(map(find_spec, packages)):
             raise ConfigError(
                 f"logger={name} needs the package {packages[0]}; run: pip install 'longtrain[{name}]', or "
                 "pass logger=csv"
             )
 
 
-def instances(values: DictConfig | None) -> list[Any]:
-    """Third-party objects of a group: name -> mapping with `_target_`."""
+def instances(values: Mapping[str, Any] | None) -> list[Any]:
+    """Instantiate the third-party objects of a group: name -> mapping with `_target_`."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -62,7 +65,7 @@ def instances(values: DictConfig | None) -> list[Any]:
         ) from error
 
 
-def describe_run(trainer: Any, values: dict[str, Any]) -> None:
-    """Give every logger the configuration of the run, without secrets."""
+def describe_run(trainer: Any, values: Mapping[str, Any]) -> None:
+    """Send the run's configuration, without secrets, to every logger."""
     for logger in trainer.loggers:
         logger.log_hyperparams(provenance.redact(values))

@@ -1,166 +1,105 @@
-"""`longtrain plan`: what a recipe will need, from shapes alone: no weights, no downloads."""
+"""`longtrain plan`: estimates of a recipe's memory and time from shapes only: no weights, no downloads."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from longtrain import files, methods, provenance
+from longtrain import files, provenance
 from longtrain.costs import decoding, elastic, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
-from longtrain.costs.hardware import GIB, Gpu
-from longtrain.costs.method import CycleCost
-from longtrain.costs.model import Sizes
+from longtrain.costs.hardware import GIB
 from longtrain.errors import ConfigError
-from longtrain.jobs import outline, plan_advice, plan_training
-from longtrain.jobs.setup import plain
+from longtrain.jobs.planning import advice as plan_advice
+from longtrain.jobs.planning import training as plan_training
+from longtrain.jobs.planning.run_plan import RunPlan
+from longtrain.jobs.planning.target_shape import config_file, target_shape
 from longtrain.methods.named import named
-from longtrain.settings import Count, Positive, Share, Tokens, Words, convert
-from longtrain.settings import read as typed
-from longtrain.tables import of_rows, say
-from longtrain.targets.info import TargetInfo
+from longtrain.settings import read
+from longtrain.tables import of_rows, print_lines
 
 if TYPE_CHECKING:
-    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.entry_sets import ReadBudget
+    from longtrain.config import RunConfig
+    from longtrain.costs.method import CycleCost
     from longtrain.methods.spec import MethodSpec
 
 CHAIN = (1, 1, 1, 1)
-"""Drafted tokens of a cycle where `decode.shape` names no chain."""
-CONTEXTS = Annotated[tuple[Tokens, ...], Words("token counts such as [8k, 128k]")]
-
-KEYS: dict[str, Any] = {
-    "network_gbits": Positive,
-    "tokens": Tokens | None,
-    "contexts": CONTEXTS,
-    "batch": Count,
-    "acceptance": Share,
-}
-"""The job's own numbers and what each may be."""
+"""Drafted tokens of a cycle if `decode.shape` names no chain."""
 
 
-@dataclass(frozen=True)
-class RecipePlan:
-    """What is planned.
-
-    Args:
-        cfg: the resolved configuration.
-        info: the target.
-        tied: whether the target's head is its embedding.
-        spec: the method; None where none is chosen.
-        config: its settings.
-    """
-
-    cfg: DictConfig
-    info: TargetInfo
-    tied: bool
-    spec: MethodSpec | None
-    config: Any
-
-    @property
-    def size(self) -> Sizes:
-        """The target in numbers."""
-        return Sizes.of(self.info)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one of the target's numbers."""
-        return outline.itemsize_of(self.cfg)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the target's weights."""
-        return training.target_parameters(self.size, tied=self.tied) * self.itemsize
-
-    @property
-    def gpu(self) -> Gpu:
-        """The device of `gpu=`."""
-        return hardware.named(str(self.cfg.gpu), "gpu")
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether training runs on a processor, of whose speed nothing is known here."""
-        return str(self.cfg.trainer.get("accelerator")) == "cpu"
-
-    @property
-    def facts(self) -> list[str]:
-        """Lines about the target."""
-        kv = training.kv_bytes_per_token(self.size, itemsize=self.itemsize)
-        billions = self.weight_bytes / self.itemsize / 1e9
-        shape = (
-            "" if outline.config_file(self.info.name) else " (by target.shape: no config.json of it is here)"
-        )
-        given = self.cfg.target.get("shape")
-        name = self.info.name or (given if isinstance(given, str) else "of the given shape")
-        return [
-            f"target    {name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
-            f"KV cache  {kv / 1024:.4g} KiB a token; {kv * self.info.max_positions / GIB:.3g} GiB at its "
-            f"{self.info.max_positions} positions",
-        ]
-
-
-def run(cfg: DictConfig) -> None:
-    """Print what decoding takes at some contexts, or the estimates of each stage's rows where data are given.
+def run(cfg: RunConfig) -> None:
+    """Print the cost of decoding at some contexts, or with data the estimates of each training stage.
 
     Raises:
-        ConfigError: no target, no stages, or the target's shape is not at hand.
+        ConfigError: there is no target or stage, or the target's shape is not available.
     """
     check(cfg)
-    spec = methods.get(cfg.method.name) if cfg.method else None
-    info, tied = outline.target_shape(cfg)
-    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
-    plan = RecipePlan(cfg, info, tied, spec, config)
-    if spec is None or spec.objective is None or not cfg.data:
-        if cfg.json:
+    plan, spec = RunPlan(cfg), None if cfg.method is None else cfg.method.spec
+    if spec is None or spec.objective is None or not cfg.data_values:
+        if cfg.plan.json:
             raise ConfigError("json=FILE is written for a recipe that trains; leave it out for decoding")
-        say(*plan.facts, *_decoding(plan))
+        print_lines(*facts(plan), *_decoding(plan))
         return
     if cfg.cache is not None:
         raise ConfigError(
-            f"cache={plain(cfg.cache)}: of a recipe that trains, training is planned; for decoding with a "
-            "cache pass target=NAME method=NAME and no recipe"
+            f"cache={cfg.cache}: of a recipe that trains, training is planned; for decoding with a cache "
+            "pass target=NAME method=NAME and no recipe"
         )
     lines, values = _training(plan)
-    say(*plan.facts, *lines)
-    if cfg.json:
-        path = Path(str(cfg.json)).expanduser()
+    print_lines(*facts(plan), *lines)
+    if cfg.plan.json:
+        path = Path(cfg.plan.json).expanduser()
         files.write_files(path.parent, {path.name: files.as_json(values)})
-        say(f"written   {path}")
+        print_lines(f"written   {path}")
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuse values that no plan can be made with; loads nothing.
+def check(cfg: RunConfig) -> None:
+    """Refuse values that cannot be planned; loads nothing.
 
     Raises:
-        ConfigError: no target, or its shape is not at hand; or a value of the plan's own keys is wrong.
+        ConfigError: there is no target, its shape is not available, or a value of the plan's own keys is
+            wrong.
     """
-    if not cfg.target:
+    if not cfg.values.get("target"):
         raise ConfigError(
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
-            "target=NAME, with a method where one is wanted"
+            "target=NAME, with a method if needed"
         )
-    hardware.named(str(cfg.gpu), "gpu")
-    for key, kind in KEYS.items():
-        convert(plain(cfg[key]), kind, key)
-    outline.target_shape(cfg)
+    hardware.named(cfg.plan.gpu, "gpu")
+    target_shape(cfg.target)
 
 
-def _decoding(plan: RecipePlan) -> list[str]:
-    """A table of plain decoding and, where the method's cycles are known, one of them.
+def facts(plan: RunPlan) -> list[str]:
+    """Lines about the target: size, KV cache per token."""
+    kv = training.kv_bytes_per_token(plan.size, itemsize=plan.itemsize)
+    billions = plan.weight_bytes / plan.itemsize / 1e9
+    shape = "" if config_file(plan.info.name) else " (by target.shape: no config.json of it is here)"
+    given = plan.cfg.target.shape
+    name = plan.info.name or (given if isinstance(given, str) else "of the given shape")
+    return [
+        f"target    {name}: {billions:.3g} B weights, {plan.weight_bytes / GIB:.3g} GiB{shape}",
+        f"KV cache  {kv / 1024:.4g} KiB a token; {kv * plan.info.max_positions / GIB:.3g} GiB at its "
+        f"{plan.info.max_positions} positions",
+    ]
+
+
+def _decoding(plan: RunPlan) -> list[str]:
+    """Tables of plain decoding and, if the method's cycle cost is known, of the method's cycles.
 
     Raises:
         ConfigError: a key has a wrong value, or the method does not serve the target.
     """
-    cfg, gpu, batch = plan.cfg, plan.gpu, convert(plan.cfg.batch, Count, "batch")
-    acceptance = convert(cfg.acceptance, Share, "acceptance")
-    contexts = sorted(set(convert(plain(cfg.contexts), CONTEXTS, "contexts")))
+    cfg, gpu, batch = plan.cfg, plan.gpu, plan.cfg.plan.batch
+    acceptance, contexts = cfg.plan.acceptance, sorted(set(cfg.plan.contexts))
     within = [context for context in contexts if context <= plan.info.max_positions]
     if not within:
         raise ConfigError(
-            f"contexts={plain(cfg.contexts)}; allowed: 1 to the target's {plan.info.max_positions} positions"
+            f"contexts={cfg.values['contexts']}; allowed: 1 to the target's {plan.info.max_positions} "
+            "positions"
         )
     served = Served(plan.size, gpu, batch, plan.itemsize, plan.weight_bytes)
     rows = [decoding.plain(served, context) for context in within]
@@ -175,9 +114,9 @@ def _decoding(plan: RecipePlan) -> list[str]:
     if plan.spec is not None and plan.spec.cost.cycle is None:
         lines.append(_not_in_the_table(plan.spec))
     elif plan.spec is not None and plan.spec.cost.cycle is not None:
-        widths = _chain(cfg)
+        widths = _chain(cfg.decode.shape)
         if plan.spec.objective is not None:
-            outline.trained_weights(plan.spec, plan.config, plan.info)  # refuses what cannot be built
+            _ = plan.trained  # raises if the module cannot be built
         cost = plan.spec.cost.cycle(plan.config, plan.size, widths, plan.itemsize)
         if cost.before:
             budget = _budget(plan)
@@ -194,10 +133,10 @@ def _decoding(plan: RecipePlan) -> list[str]:
 
 
 def _about(cost: CycleCost, drafted: int, acceptance: float, chosen: int) -> str:
-    """What the table of a method's cycles shows."""
+    """A description of the table of a method's cycles."""
     if chosen:
         return (
-            f"{cost.title}: expected times; {chosen} rows read a step (evict.budget_tokens), chosen by "
+            f"{cost.title}: expected times; {chosen} entries read a step (evict.budget_tokens), chosen by "
             "scores of all."
         )
     if cost.draft:
@@ -209,8 +148,8 @@ def _about(cost: CycleCost, drafted: int, acceptance: float, chosen: int) -> str
 
 
 def _not_in_the_table(spec: MethodSpec) -> str:
-    """What to do about a method of whose steps nothing is known here."""
-    left_out = f"The table leaves method={spec.name} out: nothing is known here of what its steps take."
+    """Advice for a method whose steps cannot be estimated."""
+    left_out = f"The table leaves method={spec.name} out: the cost of its steps cannot be estimated."
     if spec.attach is None:
         return f"{left_out} For its training pass +recipe=NAME (longtrain recipes lists them)."
     bench = f"longtrain bench suite=engine method={spec.name}"
@@ -222,11 +161,11 @@ def _not_in_the_table(spec: MethodSpec) -> str:
     )
 
 
-def _budget(plan: RecipePlan) -> ReadBudget:
-    """What a step reads where rows are chosen."""
+def _budget(plan: RunPlan) -> ReadBudget:
+    """The number of entries that a step reads with a selector."""
     from longtrain.methods.read_budget import read_budget
 
-    keys = {"budget_tokens": plan.cfg.evict.get("budget_tokens"), **plain(plan.cfg.select)}
+    keys = {"budget_tokens": plan.cfg.evict.budget_tokens, **plan.cfg.select}
     found = read_budget("plan", keys)
     if found.dense_layers:
         raise ConfigError(
@@ -236,31 +175,31 @@ def _budget(plan: RecipePlan) -> ReadBudget:
     return found
 
 
-def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> list[str]:
-    """A table of thresholds for `cache=elastic`, and one of steps that choose; nothing without it.
+def _elastic(plan: RunPlan, served: Served, steps: list[dict[str, Any]]) -> list[str]:
+    """With `cache=elastic`, a table of offloading thresholds and one of steps with a selector; otherwise
+    nothing.
 
     Args:
-        plan: what is planned.
-        served: the target on a device.
-        steps: rows of steps that choose what they read, with all rows on the device; empty: no such steps.
+        plan: the run's plan.
+        served: the target on a GPU.
+        steps: table lines of steps with a selector and all entries on the device; empty: no selector.
 
     Raises:
-        ConfigError: another cache, a wrong option, a method of whose steps with it nothing is known, or a cap
-            that the chosen rows alone exceed.
+        ConfigError: another cache, a wrong option, a method whose steps with it cannot be estimated, or a cap
+            that the chosen entries alone exceed.
     """
-    cfg = plan.cfg
-    if (wanted := named("cache", plain(cfg.cache), "plan")) is None:
+    if (wanted := named("cache", plan.cfg.cache, "plan")) is None:
         return []
     if wanted.name != "elastic":
         raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
     if plan.spec is not None and not steps:
         raise ConfigError(
-            f"cache=elastic with method={plan.spec.name}: nothing is known here of such steps, if there are "
-            "any (rows must be chosen before the layers run); leave method out for the thresholds alone"
+            f"cache=elastic with method={plan.spec.name}: such steps cannot be estimated, if there are "
+            "any (entries must be chosen before the layers run); leave method out for the thresholds alone"
         )
     from longtrain.cache.elastic import Offloading
 
-    offloading = typed(Offloading, wanted.options, "cache elastic")
+    offloading = read(Offloading, wanted.options, "cache elastic")
     batch, size, budget = served.batch, plan.size, _budget(plan)
     chosen = budget.rows
     memory = elastic.ElasticMemory(
@@ -269,11 +208,11 @@ def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> l
         size.head_dim,
         batch,
         plan.itemsize,
-        slots=chosen + 2 * budget.every - 1,  # as `ElasticCache.reserve` takes them where nothing is drafted
-        page_rows=offloading.page_rows,
+        slots=chosen + 2 * budget.every - 1,  # the same as `ElasticCache.reserve` without a draft
+        page_entries=offloading.page_entries,
     )
     longest, cap = plan.info.max_positions, offloading.memory_gib
-    about = f"Elastic cache of {batch} sequence{'s' if batch > 1 else ''}, {chosen} rows read a step"
+    about = f"Elastic cache of {batch} sequence{'s' if batch > 1 else ''}, {chosen} entries read a step"
     if cap is None:
         slots, host = memory.bytes(0, size.n_layers) / GIB, longest * memory.row_bytes * size.n_layers / GIB
         lines = [
@@ -296,31 +235,26 @@ def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> l
     return [*lines, "Expected steps of it:", of_rows(rows, decoding.HOST_COLUMNS)]
 
 
-def _chain(cfg: DictConfig) -> tuple[int, ...]:
-    """The chain that `decode.shape` names; the default one where it names none."""
-    shape = plain(cfg.decode.shape)
-    is_chain = isinstance(shape, list) and bool(shape) and all(width == 1 for width in shape)
-    return tuple(shape) if is_chain else CHAIN
+def _chain(shape: str | Sequence[int]) -> tuple[int, ...]:
+    """The chain named by `decode.shape`, or the default chain."""
+    is_chain = bool(shape) and all(width == 1 for width in shape)
+    return (1,) * len(shape) if is_chain else CHAIN
 
 
-def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
-    """What is trained, a table of the stages, what fits and what it leaves on the disk; and all as values.
+def _training(plan: RunPlan) -> tuple[list[str], dict[str, Any]]:
+    """Lines on training (memory, a table of the stages, what fits, disk space), and the same as JSON values.
 
     Raises:
-        ConfigError: there are no stages, or ranks, strategy or features that cannot be.
+        ConfigError: there are no stages, or the ranks, strategy or features are impossible.
     """
-    from longtrain.jobs.prepare import data_config
-
-    cfg, spec = plan.cfg, plan.spec
-    assert spec is not None
-    if not cfg.data.stages:
-        raise ConfigError("data.stages is empty; a recipe says how its rows are packed")
-    training = plan_training.planned(plan)
-    layout, rows = training.given.layout, plan_training.stages_of(training)
-    left, memory = plan_training.disk_of(training), plan_advice.most(rows)
+    cfg, spec, layout = plan.cfg, plan.trained_method, plan.layout
+    if not cfg.stages:
+        raise ConfigError("data.stages is empty; a recipe defines how its sequences are packed")
+    rows = plan_training.stages_of(plan)
+    left, memory = plan_training.disk_of(plan), plan_advice.most(rows)
     lines = [
         f"decoding  {_longest_step(plan)}",
-        f"trained   {training.trained / 1e6:.4g} M weights",
+        f"trained   {plan.trained / 1e6:.4g} M weights",
         f"ranks     {layout.ranks}: {layout.in_words()}",
         f"a rank    {plan_advice.parts_in_words(memory)}; host memory of a machine "
         f"{memory['host'] / GIB:.3g} GiB",
@@ -335,7 +269,7 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
             **asdict(plan.size),
             "tied": plan.tied,
         },
-        "method": {"name": spec.name, **asdict(plan.config), "trained": training.trained},
+        "method": {"name": spec.name, **asdict(plan.config), "trained": plan.trained},
         "layout": asdict(layout),
         "stages": rows,
         "disk_bytes": left,
@@ -344,11 +278,11 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
     if plan.on_cpu:
         lines.append("No times are estimated for trainer.accelerator=cpu, nor what fits.")
     else:
-        verdict, advised = plan_advice.verdict(training, rows)
-        lines += [*verdict, plan_training.duration(training, rows)]
+        verdict, advised = plan_advice.verdict(plan, rows)
+        lines += [*verdict, plan_training.duration(plan, rows)]
         values["advice"] = advised
-    lines.append(f"All figures are estimates; measure with: longtrain bench suite={spec.cost.suite}")
-    if spec.data is None and data_config(cfg).asks_target:
+    lines.append(f"All numbers are estimates; measure with: longtrain bench suite={spec.cost.suite}")
+    if spec.data is None and cfg.data.asks_target:
         lines.append(
             "data.answers=target: the target's answers are written first, by prepare, and are not in the "
             "estimate."
@@ -356,11 +290,11 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
     return lines, values
 
 
-def _longest_step(plan: RecipePlan) -> str:
-    """Where a decoding step's time goes at the target's longest context, at best."""
+def _longest_step(plan: RunPlan) -> str:
+    """A roofline estimate of a decoding step at the target's longest context."""
     longest, gpu = plan.info.max_positions, plan.gpu
     width = roofline.Width(8 * plan.itemsize, 8 * plan.itemsize)
-    found = roofline.figures(roofline.step(plan.size, batch=1, context=longest, width=width), gpu)
+    found = roofline.metrics(roofline.step(plan.size, batch=1, context=longest, width=width), gpu)
     return (
         f"a step at {longest} tokens takes {found['ms']:.3g} ms or more on an {gpu.name}, "
         f"{found['attention_share']:.0%} of it attention ({found['aggregate_intensity']:.3g} FLOP a byte, "

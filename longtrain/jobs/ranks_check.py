@@ -1,9 +1,10 @@
-"""The dry run of a training that torchrun or srun started: do its ranks meet, agree, and have what they need?
+"""The dry run of a training started by torchrun or srun: checks that its ranks connect, agree, and have
+resources.
 
-In this order: the ranks meet, their versions are alike, they see one folder, target and prepared data are
-there, disk and memory hold what the run needs at the least, and all ranks add numbers up over NCCL (gloo on
-CPUs). Only what is certain is counted as needed: the target's weights, what is trained with its optimizer,
-and checkpoints; `longtrain plan` estimates what the activations take.
+In this order: the ranks connect, their versions are equal, they see one folder, target and prepared data
+exist, disk and memory suffice for the run's minimum, and all ranks perform an all-reduce over NCCL (gloo on
+CPUs). The minimum counts only what is certain: the target's weights, the trained weights and optimizer state,
+and checkpoints; `longtrain plan` also estimates activations.
 """
 
 from __future__ import annotations
@@ -19,32 +20,30 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from longtrain import files, methods, provenance
+from longtrain import files, provenance
 from longtrain.cache.room import free_bytes
 from longtrain.costs.disk import GENERATIONS, checkpoint_bytes
+from longtrain.costs.footprint import needed, refuse_lack
 from longtrain.costs.hardware import GIB
-from longtrain.costs.held import needed, refuse_lack
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.jobs import outline
-from longtrain.jobs.setup import plain, target_key, target_overrides
-from longtrain.settings import Count, convert
-from longtrain.tables import say
+from longtrain.jobs.planning.run_plan import RunPlan, devices_of
+from longtrain.tables import print_lines
 
 if TYPE_CHECKING:
     import torch
 
+    from longtrain.config import RunConfig
+
 SECONDS = 120.0
-"""How long ranks wait for each other: one may import its packages from a slow disk."""
+"""Seconds that ranks wait for each other: one may import its packages from a slow disk."""
 MEBIBYTES = {"nccl": 256, "gloo": 16}
-"""Size of what is added up."""
+"""Size of the all-reduced tensor for each backend."""
 LOCAL, MARK = "127.0.0.1", ".dry_run"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among those of a run: its number, their number, and both counted on its machine."""
+    """This process in a run: global rank, world size, local rank, and ranks per machine."""
 
     number: int = 0
     world: int = 1
@@ -53,27 +52,27 @@ class Rank:
 
     @classmethod
     def here(cls) -> Rank | None:
-        """What torchrun or srun says of this process; None where neither started it."""
+        """Read the rank from torchrun's or srun's environment; None if neither started this process."""
         env = os.environ
         if "RANK" in env and "WORLD_SIZE" in env:
             world, local = int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
             return cls(int(env["RANK"]), world, local, int(env.get("LOCAL_WORLD_SIZE", world)))
-        if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # the batch script itself is no step
+        if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # the batch script itself is not a step
             world, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", 1))
             return cls(int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", 0)), -(-world // nodes))
         return None
 
 
-def check(cfg: DictConfig, rank: Rank) -> None:
-    """Try what training needs on every rank; rank 0 prints one line on what was found.
+def check(cfg: RunConfig, rank: Rank) -> None:
+    """Check the requirements of training on every rank; rank 0 prints one line with the result.
 
     Raises:
-        LongtrainError: the first thing that is wrong, on rank 0, and what to do.
-        SystemExit: with code 1 on other ranks, when rank 0 says what is wrong.
+        LongtrainError: the first check that failed, on rank 0, with advice.
+        SystemExit: with code 1 on the other ranks, while rank 0 reports the error.
     """
     from torch import distributed
 
-    _check_settings(cfg, rank.world)
+    plan = _planned(cfg, rank)
     host, port = (os.environ.setdefault(*pair) for pair in (("MASTER_ADDR", LOCAL), ("MASTER_PORT", "29500")))
     limit = timedelta(seconds=SECONDS)
     try:
@@ -86,10 +85,11 @@ def check(cfg: DictConfig, rank: Rank) -> None:
             "and GLOO_SOCKET_IFNAME to what all nodes reach"
         ) from None
     try:
-        line = _line(cfg, rank)
-    except RuntimeError as error:  # of gloo: another rank is gone
+        line = _line(plan, rank)
+    except RuntimeError as error:  # gloo raises this if another rank is gone
         raise LongtrainError(
-            f"a rank ended during the dry run ({' '.join(str(error).split())[:160]}); its own output says why"
+            f"a rank ended during the dry run ({' '.join(str(error).split())[:160]}); its own output "
+            "has the reason"
         ) from None
     except LongtrainError:
         if rank.number:
@@ -98,14 +98,15 @@ def check(cfg: DictConfig, rank: Rank) -> None:
     finally:
         distributed.destroy_process_group()
     if not rank.number:
-        say(line)
+        print_lines(line)
 
 
-def _line(cfg: DictConfig, rank: Rank) -> str:
-    """All checks in their order; every rank comes to the same result, and so to the same error."""
+def _line(plan: RunPlan, rank: Rank) -> str:
+    """Perform all checks in order; every rank gets the same result, and therefore the same error."""
     from torch import distributed
 
-    mark, token = Path(cfg.run_dir) / MARK, [str(time.time_ns())]
+    cfg = plan.cfg
+    mark, token = cfg.run_dir / MARK, [str(time.time_ns())]
     distributed.broadcast_object_list(token, src=0)
     if not rank.number:
         files.write_text(mark, token[0])
@@ -124,52 +125,51 @@ def _line(cfg: DictConfig, rank: Rank) -> str:
             )
         if report["problem"]:
             raise LongtrainError(f"node {report['node']}: {report['problem']}")
-    room = check_room(cfg, rank, reports)
+    room = check_room(plan, reports)
     reduced = _all_reduce(_backend(cfg), _device(cfg, rank), rank)
     nodes, versions = {report["node"] for report in reports}, reports[0]["versions"]
     words = [f"ranks={rank.world}", f"nodes={len(nodes)}", reduced, *room, f"data={reports[0]['data']}"]
     return " ".join([*words, f"torch={versions['torch']}", f"longtrain={versions['longtrain']}"])
 
 
-def _check_settings(cfg: DictConfig, world: int) -> None:
-    """Refuse another number of ranks than the settings say, and what does not divide by it.
+def _planned(cfg: RunConfig, rank: Rank) -> RunPlan:
+    """The plan of the run on the ranks that were started.
 
     Raises:
-        ConfigError: that, or a strategy that cannot train.
+        ConfigError: the number of ranks differs from the settings or does not divide them, or the strategy
+            is not supported.
     """
-    from longtrain.training.strategy import rows_of_a_rank
-
-    per_node, nodes = outline.devices_of(cfg), convert(cfg.trainer.num_nodes, Count, "trainer.num_nodes")
-    if per_node * nodes != world:
+    trainer = cfg.trainer
+    per_node, nodes = devices_of(trainer), trainer.num_nodes
+    if per_node * nodes != rank.world:
         raise ConfigError(
-            f"trainer.devices={plain(cfg.trainer.devices)} and trainer.num_nodes={nodes} make "
-            f"{per_node * nodes} ranks, and {world} were started; pass trainer.devices=(those of a "
-            "node) and trainer.num_nodes=(nodes), or start as many"
+            f"trainer.devices={trainer.devices} and trainer.num_nodes={nodes} make {per_node * nodes} ranks, "
+            f"and {rank.world} were started; pass trainer.devices=(those of a node) and "
+            "trainer.num_nodes=(nodes), or start as many"
         )
-    rows = convert(plain(cfg.trainer.rows_per_step), Count | None, "trainer.rows_per_step")
-    each = convert(plain(cfg.trainer.accumulate_grad_batches), Count, "trainer.accumulate_grad_batches")
-    rows_of_a_rank(rows, each, ranks=world)
-    outline.layout_of(cfg, devices=per_node, nodes=nodes)
+    plan = RunPlan(cfg, devices=rank.per_node, nodes=rank.world // rank.per_node)
+    _ = plan.sequences_per_step, plan.layout
+    return plan
 
 
-def _backend(cfg: DictConfig) -> str:
+def _backend(cfg: RunConfig) -> str:
     import torch
 
-    accelerator = str(cfg.trainer.accelerator)
+    accelerator = cfg.trainer.accelerator
     cuda = accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
     return "nccl" if cuda else "gloo"
 
 
-def _device(cfg: DictConfig, rank: Rank) -> torch.device:
+def _device(cfg: RunConfig, rank: Rank) -> torch.device:
     import torch
 
-    devices = plain(cfg.trainer.devices)
+    devices = cfg.trainer.devices
     number = devices[rank.local] if isinstance(devices, list) else rank.local
     return torch.device("cuda", int(number)) if _backend(cfg) == "nccl" else torch.device("cpu")
 
 
 def _gathered(value: dict[str, Any], rank: Rank) -> list[dict[str, Any]]:
-    """A value of every rank, in their order."""
+    """Gather a value from every rank, in rank order."""
     from torch import distributed
 
     found: list[Any] = [None] * rank.world
@@ -178,7 +178,7 @@ def _gathered(value: dict[str, Any], rank: Rank) -> list[dict[str, Any]]:
 
 
 def _sees(mark: Path, token: str) -> bool:
-    """Whether rank 0's mark is there; shared file systems may show it seconds late."""
+    """True once rank 0's marker file is visible; shared file systems may show it seconds late."""
     for _ in range(25):
         if mark.exists() and mark.read_text() == token:
             return True
@@ -186,45 +186,43 @@ def _sees(mark: Path, token: str) -> bool:
     return False
 
 
-def _report(cfg: DictConfig, rank: Rank) -> dict[str, Any]:
-    """What one rank finds where it runs; `problem` is the first thing that is wrong."""
+def _report(cfg: RunConfig, rank: Rank) -> dict[str, Any]:
+    """The findings of one rank on its machine; `problem` is the first failed check."""
     facts = provenance.gather()
     versions = {**facts["versions"], "cuda": str(facts["machine"].get("cuda"))}
     versions["commit"] = (facts["git"] or {}).get("commit", "")
     report = {"node": provenance.machine_name(), "versions": versions, "problem": "", "room": {}, "data": ""}
     try:
         report["room"] = room_here(cfg, _device(cfg, rank), first=rank.local == 0)
-        if rank.local == 0:  # the others of a machine see the same files
+        if rank.local == 0:  # other ranks of a machine see the same files
             report["data"] = _files_here(cfg)
     except (LongtrainError, OSError, RuntimeError) as error:
         report["problem"] = " ".join(str(error).split())
     return report
 
 
-def _files_here(cfg: DictConfig) -> str:
-    """Target and prepared data are on this machine; what the data are, in a few words.
+def _files_here(cfg: RunConfig) -> str:
+    """Check that target and prepared data are on this machine; returns a short description of the data.
 
     Raises:
-        ConfigError: the target is not here or has no tokenizer, or stored features are missing.
+        ConfigError: the target is not on this machine or has no tokenizer, or stored features are missing.
         ArtifactError: a file of the target is missing.
         DataError: the data are not prepared, or damaged.
     """
-    from longtrain.data.rows.prepare import tokenizer_hash
-    from longtrain.data.rows.prepared import Prepared
-    from longtrain.jobs.features import check_filled, settings_of
-    from longtrain.jobs.prepare import data_config
+    from longtrain.data.packing.prepare import tokenizer_hash
+    from longtrain.data.packing.prepared import Prepared
+    from longtrain.jobs.features import check_filled
     from longtrain.targets.at_hand import folder_at_hand
     from longtrain.targets.tokenizer import read_tokenizer
 
-    spec = methods.get(str(cfg.method.name))
+    spec, target = cfg.trained_method.spec, cfg.target
     if spec.export is None:
-        folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
-        check_filled(settings_of(cfg))
+        folder_at_hand(target.required_path(), weights=target.weights == "stored")
+        check_filled(cfg.features)
     if spec.data is not None:
         return "its own"
-    config = data_config(cfg)
-    tokenizer, _ = read_tokenizer(str(cfg.target.path), **target_overrides(cfg))
-    folder = Path(cfg.home) / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
+    tokenizer, _ = read_tokenizer(target.required_path(), **target.overrides)
+    folder = cfg.home / "data" / f"{cfg.data.name}-{tokenizer_hash(tokenizer)[:8]}"
     return f"{folder.name} ({Prepared.open(folder).manifest['counts']['tokens']} tokens)"
 
 
@@ -245,10 +243,10 @@ def check_alike(reports: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def room_here(cfg: DictConfig, device: torch.device, *, first: bool) -> dict[str, int | None]:
-    """Free bytes where this process runs: of its GPU and, for a machine's first rank, `host` and `disk`.
+def room_here(cfg: RunConfig, device: torch.device, *, first: bool) -> dict[str, int | None]:
+    """Free bytes for this process: of its GPU and, on a machine's first rank, `host` and `disk`.
 
-    Checkpoints of an earlier run count as free, since new ones replace them.
+    Checkpoints of an earlier run count as free, because new ones replace them.
 
     Raises:
         ConfigError: there is no such GPU.
@@ -264,22 +262,26 @@ def room_here(cfg: DictConfig, device: torch.device, *, first: bool) -> dict[str
             )
         found["gpu"] = torch.cuda.mem_get_info(device)[0]
     if first:
-        run_dir = Path(cfg.run_dir)
+        run_dir = cfg.run_dir
         there = sum(file.stat().st_size for file in run_dir.glob("train/checkpoints/*.ckpt/*"))
         found |= {"host": host_bytes(), "disk": files.free_bytes(run_dir) + there}
     return found
 
 
-def check_room(cfg: DictConfig, rank: Rank, reports: Sequence[dict[str, Any]]) -> list[str]:
-    """Compare what the run takes at the least with what is free; the least of all ranks in words.
+def check_room(plan: RunPlan, reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Compare the run's minimum requirements with the free space; returns the smallest values in words.
+
+    Args:
+        plan: the run's plan.
+        reports: the findings of each rank on its machine.
 
     Raises:
-        LongtrainError: the first place where something is too small.
+        LongtrainError: the first machine or GPU with too little space.
     """
-    held, trained = outline.held_of(cfg, devices=rank.per_node, nodes=rank.world // rank.per_node)
+    held = plan.held
     on_gpu = any("gpu" in report["room"] for report in reports)
-    host = (held.offloaded + (0 if on_gpu else held.bytes)) * rank.per_node
-    disk = GENERATIONS * checkpoint_bytes(trained)
+    host = (held.offloaded + (0 if on_gpu else held.bytes)) * plan.layout.devices
+    disk = GENERATIONS * checkpoint_bytes(plan.trained)
     told = {
         "disk": ("disk below run_dir", disk, "free space, or pass home=FOLDER"),
         "host": ("host memory", host, "ask for more (sbatch --mem=SIZE)"),
@@ -304,12 +306,14 @@ def check_room(cfg: DictConfig, rank: Rank, reports: Sequence[dict[str, Any]]) -
 
 
 def host_bytes() -> int | None:
-    """Memory that a process may take: what the machine has free, within the limits of its job and cgroup."""
+    """Memory available to this process: the machine's free memory, within the limits of its job
+    and cgroup.
+    """
     import torch
 
     limits = [free_bytes(torch.device("cpu"))]
     megabytes = os.environ.get("SLURM_MEM_PER_NODE", "")
-    limits.append(int(megabytes) * 2**20 if megabytes.isdecimal() else None)  # 0: all that the node has
+    limits.append(int(megabytes) * 2**20 if megabytes.isdecimal() else None)  # 0: all memory of the node
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             limits.append(int(Path(file).read_text()))
@@ -317,10 +321,10 @@ def host_bytes() -> int | None:
 
 
 def _all_reduce(backend: str, device: torch.device, rank: Rank) -> str:
-    """The time of an all-reduce between all ranks, in words: the slowest rank's best of some.
+    """Time an all-reduce between all ranks: the slowest rank's best of several runs, in words.
 
     Raises:
-        LongtrainError: a rank got an error or a wrong sum, or did not end in time.
+        LongtrainError: a rank got an error or a wrong sum, or did not finish in time.
     """
     took: dict[str, Any] = {"node": provenance.machine_name(), "seconds": None, "error": ""}
 
@@ -330,7 +334,7 @@ def _all_reduce(backend: str, device: torch.device, rank: Rank) -> str:
         except Exception as error:
             took["error"] = " ".join(str(error).split())[:200] or type(error).__name__
 
-    thread = Thread(target=work, daemon=True)  # NCCL may wait for ever
+    thread = Thread(target=work, daemon=True)  # NCCL may wait forever
     thread.start()
     thread.join(SECONDS)
     found = _gathered(took, rank)
@@ -342,17 +346,17 @@ def _all_reduce(backend: str, device: torch.device, rank: Rank) -> str:
         if not rank.number:
             sys.stderr.write(f"longtrain: error: {error}\n")
             sys.stderr.flush()
-        os._exit(1)  # the thread that waits would hold up the end of the process
+        os._exit(1)  # the waiting thread would block a normal exit
     seconds, size = max(one["seconds"] for one in found), MEBIBYTES[backend]
     speed = size / 1024 / seconds
     return f"all_reduce={backend} {size} MiB in {1e3 * seconds:.1f} ms ({speed:.3g} GiB/s)"
 
 
 def _refuse_reduced(backend: str, found: Sequence[dict[str, Any]]) -> None:
-    """Refuse an all-reduce that failed or did not end somewhere.
+    """Raise if the all-reduce failed or did not finish on any rank.
 
     Raises:
-        LongtrainError: it did on some rank; the message names the lowest of them.
+        LongtrainError: it failed; the message names the lowest such rank.
     """
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     debug = "; NCCL_DEBUG=INFO shows what it tries" if backend == "nccl" else ""
@@ -366,7 +370,7 @@ def _refuse_reduced(backend: str, found: Sequence[dict[str, Any]]) -> None:
 
 
 def _reduced(backend: str, device: torch.device, world: int) -> float:
-    """Seconds of the best of some all-reduces of float32 numbers, whose sum is checked."""
+    """Seconds of the fastest of several float32 all-reduces, whose sum is checked."""
     import torch
     from torch import distributed
 
@@ -375,13 +379,13 @@ def _reduced(backend: str, device: torch.device, world: int) -> float:
     group = distributed.new_group(backend=backend, timeout=timedelta(seconds=SECONDS))
     numbers = torch.empty(MEBIBYTES[backend] * 2**20 // 4, device=device)
     best = float("inf")
-    for _ in range(4):  # the first one also makes the connections
+    for _ in range(4):  # the first one also opens the connections
         numbers.fill_(float(distributed.get_rank() + 1))
         start = time.perf_counter()
         distributed.all_reduce(numbers, group=group)
-        want = world * (world + 1) / 2
-        right = bool((numbers == want).all())  # waits for the device
+        outputs = world * (world + 1) / 2
+        right = bool((numbers == outputs).all())  # synchronises with the device
         best = min(best, time.perf_counter() - start)
         if not right:
-            raise LongtrainError(f"the sum is {float(numbers[0])}, not {want}")
+            raise LongtrainError(f"the sum is {float(numbers[0])}, not {outputs}")
     return best

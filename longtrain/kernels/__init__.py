@@ -1,1 +1,1 @@
-"""Operators with Triton kernels: each folder has what it computes, a twin in plain torch, and the launch."""
+"""Operators with Triton kernels: each folder has the operator, a reference in plain torch, and the launch."""

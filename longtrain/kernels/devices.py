@@ -1,13 +1,12 @@
-"""Where Triton kernels run, and what every launch of one needs: one place that asks the device.
+"""Device queries for Triton kernels and their launches.
 
-On compute capability 9.0 a chained kernel is launched before the one in front of it ends (programmatic
-dependent launch; `chaining` gives the options). It waits for that end (`gdc_wait`) before it writes, and
-before it reads what the kernels in front may have written. It may read earlier what was written before the
-last kernel that is not chained: that one starts when all before it have ended. (When it has ended itself, its
-own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention lengths
-and quantised blocks: caches write them when rows are committed, at the end of a cycle. Rows of keys and
-values are not, since chained kernels write them (`rotate_heads`, `write_rows`, `move_rows`): these may be
-brought to the L2 cache early, but not read.
+On compute capability 9.0 a chained kernel is launched before its predecessor ends (programmatic dependent
+launch; `chaining` gives the options). It waits for that end (`gdc_wait`) before it writes, and before it
+reads results of earlier kernels. Only data written before the last kernel that is not chained may be read
+earlier: that kernel starts when all before it have ended. (After its end its own results need not be visible
+yet to a chained successor.) Weights are such data, and in attention lengths and quantised blocks: caches
+write them at commit, at the end of a cycle. Keys and values are not, since chained kernels write them
+(`rotate_heads`, `write_rows`, `move_entries`): these may be prefetched to the L2 cache, but not read.
 """
 
 from __future__ import annotations
@@ -29,75 +28,75 @@ log = get_logger(__name__)
 
 LOG2E = 1.4426950408889634
 CHAINED = True
-"""Kernels start while the one before them ends, where the device can."""
+"""Use programmatic dependent launch if the device supports it."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _given_up: set[str] = set()
 
 
 def give_up(name: str, why: str, error: Exception | None = None) -> None:
-    """Use a fast kernel no more, and say so once.
+    """Disable a fast kernel for this process, with one warning.
 
     Args:
-        name: the kernel.
-        why: what triton does, as the end of a sentence.
-        error: what it has raised.
+        name: name of the kernel.
+        why: the reason, as the end of a sentence that begins with triton's version.
+        error: the exception, if any.
     """
     if name in _given_up:
         return
     import triton
 
     _given_up.add(name)
-    said = f" ({str(error).splitlines()[-1]})" if error is not None and str(error) else ""
-    log.warning("triton %s %s%s; what is used in its place is slower", triton.__version__, why, said)
-    log.debug("what triton says", exc_info=error)
+    reason = f" ({str(error).splitlines()[-1]})" if error is not None and str(error) else ""
+    log.warning("triton %s %s%s; a slower implementation is used instead", triton.__version__, why, reason)
+    log.debug("error of triton", exc_info=error)
 
 
 def given_up(name: str) -> bool:
-    """Whether a fast kernel is not used with this triton; see `give_up`."""
+    """True if a kernel was disabled by `give_up`."""
     return name in _given_up
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels, on any device, instead of compiling them."""
+    """True if Triton interprets kernels, on any device, instead of compiling them."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=32)
 def compiles_for(device: torch.device, capability: tuple[int, int] = (8, 0)) -> bool:
-    """Whether Triton is there and the device is a GPU of at least this compute capability."""
+    """True if Triton is installed and the device is a GPU of at least this compute capability."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= capability
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on this device, compiled or interpreted."""
+    """True if Triton kernels run on this device, compiled or interpreted."""
     return interpreted() or compiles_for(device)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether kernels without matrix products take this tensor; plain torch does otherwise."""
+    """True if kernels without matrix products support this tensor; else plain torch is used."""
     if x.dtype not in _FLOATS or x.stride(-1) != 1 or (torch.is_grad_enabled() and x.requires_grad):
         return False
     return runs_on(x.device)
 
 
 def products_serve(q: Tensor, k: Tensor) -> bool:
-    """Whether kernels that multiply queries with keys take these two; the interpreter multiplies no bf16."""
+    """True if kernels with products of queries and keys support these; the interpreter multiplies no bf16."""
     if k.dtype not in _FLOATS or q.dtype == torch.float64 or k.stride(-1) != 1:
         return False
     return k.dtype != torch.bfloat16 if interpreted() else compiles_for(k.device)
 
 
 def chaining(device: torch.device) -> dict[str, Any]:
-    """A kernel's constant CHAINED, and the launch option that goes with it."""
+    """A kernel's constant CHAINED, and the launch option for it."""
     if CHAINED and hopper(device):
         return {"CHAINED": True, "launch_pdl": True}
     return {"CHAINED": False}
 
 
 def hopper(device: torch.device) -> bool:
-    """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
+    """True for compute capability 9.0 or more: bulk copies, and launches before their predecessor's end."""
     return compiles_for(device, (9, 0))
 
 
@@ -120,26 +119,26 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def launched_on(x: Tensor) -> AbstractContextManager[Any]:
-    """Launches within go to the device of `x`."""
+    """Context manager that launches kernels on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The tensor itself if its last dimension is contiguous, as kernels ask for, else a copy."""
+    """The tensor itself if its last dimension is contiguous, as kernels require, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def partial_results(like: Tensor, rows: int, width: int, *more: int) -> tuple[Tensor, ...]:
-    """Buffers in fp32 for the parts of a split attention: a row has an lse and `width` sums."""
+    """Buffers in fp32 for the partial results of split attention: an lse and `width` sums for each query."""
     sizes = [rows, rows * width, *more]
     return like.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
 
 
 def width_of(head_dim: int) -> int:
-    """Columns of a tile that holds rows of this head dim."""
+    """Columns of a tile for this head dim: the next power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def register_limit(registers: int | None) -> dict[str, int]:
-    """The launch option that bounds the registers of a thread."""
+    """The launch option that limits the registers of a thread."""
     return {"maxnreg": registers} if registers else {}

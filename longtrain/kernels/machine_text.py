@@ -1,8 +1,8 @@
-"""Machine text (PTX) that kernels have in place of Triton's own operations, and the layout that it needs.
+"""Inline PTX in kernels, and the register layout that it needs.
 
-A tensor of such a text has 16 registers a thread and is flat, [4 k, WARPS, 8 g, 4 t, 4 c]: register 4 k + c
-of the thread with lane 4 g + t. Triton gives that layout to a tensor whose elements lie in fours, but it
-promises nothing, so `laid_out` looks at what it has compiled.
+An operand tensor of such PTX has 16 registers per thread and is flat, [4 k, WARPS, 8 g, 4 t, 4 c]: register
+4 k + c of the thread with lane 4 g + t. Triton gives that layout to a tensor whose elements are grouped by
+four, but does not guarantee it, so `laid_out` checks the compiled kernel.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 from longtrain.kernels.devices import give_up
 
 PER_THREAD = 16
-"""Registers of a thread that a tensor of a text fills."""
+"""Registers per thread of an operand tensor."""
 
 _sound: dict[str, bool] = {}
-"""By a compiled kernel's hash, whether its tensors are laid out as its text takes them."""
+"""By a compiled kernel's hash: True if its tensors have the layout that its PTX needs."""
 
 
 def operands(outputs: int, inputs: str) -> str:
-    """Constraints of a text that has so many fp32 outputs; `inputs` has a letter a tensor."""
+    """Constraints of inline PTX with so many fp32 output tensors; `inputs` has a letter for each tensor."""
     return ",".join(["=f"] * (outputs * PER_THREAD) + [kind for kind in inputs for _ in range(PER_THREAD)])
 
 
 def tensors(first: int, count: int) -> list[list[str]]:
-    """Registers of some of a text's operands."""
+    """Register names of some operand tensors."""
     return [[f"${PER_THREAD * (first + x) + i}" for i in range(PER_THREAD)] for x in range(count)]
 
 
 def float_word(value: float) -> str:
-    """An fp32 number as a text has it."""
+    """An fp32 constant in PTX notation."""
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
 class MachineText:
-    """Lines of a text, and names of its registers."""
+    """Builds PTX line by line and names its registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.count = 0
 
     def new(self, kind: str = "b32") -> str:
-        """A register of its own."""
+        """Declare a new register."""
         name = f"%v{self.count}"
         self.count += 1
         self.lines.append(f".reg .{kind} {name};")
@@ -54,29 +54,29 @@ class MachineText:
         self.lines.append(line + ";")
 
     def made(self, operation: str, *of: str, kind: str = "b32") -> str:
-        """The register that an operation's result is in."""
+        """Append an operation; returns the register of its result."""
         name = self.new(kind)
         self.add(f"{operation} {name}, {', '.join(of)}")
         return name
 
     def zeros(self) -> list[str]:
-        """Sums of a product, before it."""
+        """Four fp32 registers set to 0, the accumulators of a product."""
         return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
 
     def product(self, sums: list[str], left: list[str], right: list[str], kind: str = "f16") -> None:
-        """Add left right to the sums by an m16n8k16 product: 4, 2 and 4 registers of a thread."""
+        """Append sums += left @ right (m16n8k16) with 4, 4 and 2 registers per thread."""
         c, a, b = (", ".join(x) for x in (sums, left, right))
         self.add(
             f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}"
         )
 
     def text(self) -> str:
-        """The whole text."""
+        """The PTX as one string."""
         return "{\n" + "\n".join(self.lines) + "\n}"
 
 
 def lays_out(ttgir: str, warps: int) -> bool:
-    """Whether every tensor of the machine text has four neighbours in a thread, and threads in order."""
+    """True if every operand tensor of inline PTX has the layout above: four neighbours per thread."""
     blocked = rf"blocked<{{sizePerThread = \[4\], threadsPerWarp = \[32\], warpsPerCTA = \[{warps}\],"
     register = rf"register = \[\[1\], \[2\], \[{128 * warps}\], \[{256 * warps}\]\]"
     warp = ", ".join(rf"\[{128 << i}\]" for i in range(warps.bit_length() - 1))
@@ -89,7 +89,7 @@ def lays_out(ttgir: str, warps: int) -> bool:
 
 
 def laid_out(built: Any, warps: int) -> bool:
-    """`lays_out` of a compiled kernel, told once a name where it is not so; an interpreted one has none."""
+    """`lays_out` of a compiled kernel, with one warning per kernel if not; True for interpreted kernels."""
     if built is None or not hasattr(built, "asm"):
         return True
     if built.hash not in _sound:

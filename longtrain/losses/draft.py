@@ -1,17 +1,17 @@
-"""Losses of a draft with a head and a vocabulary of its own against its teacher's law over all tokens.
+"""Losses of a draft with its own head and vocabulary against its teacher's distribution.
 
-A draft's later passes predict the same tokens from further back: pass j of row w - j and the teacher's row w
-are about one token. So a block of teacher rows is computed once and serves all passes. With q the draft's law
-over its own K tokens, p the teacher's law of these among all V, p~ = p / sum p, and a = sum min(p, q), the
-share of drafts that the teacher accepts:
+A draft's later passes predict the same tokens from further back: position w - j of pass j and the teacher's
+position w predict one token. So a block of teacher positions is computed once and serves all passes. With q
+the draft's distribution over its own K tokens, p the teacher's probabilities of these among all V,
+p~ = p / sum p, and a = sum min(p, q), the probability that the teacher accepts a draft:
 
     kl         sum p~ log(p~ / q)
     lk         -log a
     tv         1 - a
     lk_hybrid  w kl + (1 - w) tv,  w = exp(-kl_decay a), a constant for the gradient
 
-Shapes: J passes, R rows of a pass, W teacher rows, B teacher rows of a block, E hidden dim, V vocabulary,
-K tokens of the draft's vocabulary.
+Shapes: J passes, R positions of a pass, W teacher positions, B teacher positions of a block, E hidden dim, V
+vocabulary, K tokens of the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from longtrain.errors import ConfigError
+from longtrain.kernels.draft_loss import DraftPairs, draft_passes, serves, teacher_of
 from longtrain.losses.blocks import HeadLoss, block_rows_of, operands, plain, scaled
 
 DRAFT_OBJECTIVES = ("kl", "lk", "lk_hybrid", "tv")
-_LEAST = 1e-12
-"""The accepted share counts as at least this in a logarithm or below a fraction line."""
+_BLOCK_BYTES = 2**30
+"""Bytes of the logits of a block if the kernels run: the teacher's, and those of all passes."""
 
 
 class DraftTeacher(NamedTuple):
-    """What a draft learns from.
+    """The teacher that a draft is trained against.
 
     Args:
-        hidden_WE: the teacher's input of its head, one row for each token that is learned.
+        hidden_WE: the teacher's input of its head, for each token to learn.
         head_VE: its head.
-        draft_ids_K: the teacher's token that each token of the draft stands for, int64.
+        draft_ids_K: the teacher's token id of each token of the draft's vocabulary, int64.
     """
 
     hidden_WE: Tensor
@@ -56,24 +56,28 @@ def fused_draft_loss(
     kl_decay: float = 3.0,
     block_rows: int = 0,
 ) -> HeadLoss:
-    """The weighted sum of a loss over passes and teacher rows; logits exist for a block of rows at a time.
+    """The weighted sum of a loss over passes and teacher positions; logits exist for one block at a time.
 
-    Gradients for the passes' hidden states and, where it asks for one, the draft's head are found in the
+    Gradients for the passes' hidden states and, if it requires one, the draft's head are computed in the
     forward; the head's is summed in fp32 (fp64 in fp64).
 
     Args:
         passes: the draft's input of its head, J times [R, E].
         head_KE: the draft's head.
-        teacher: whom it learns from; no gradient flows into it.
-        row_JW: the row of pass j that predicts what the teacher's row w does, int64; -1: none. A pass has at
-            most one teacher row for each of its rows.
+        teacher: its teacher; no gradient flows into it.
+        row_JW: the position of pass j that predicts the same token as the teacher's position w, int64; -1:
+            none. Within a pass no position may occur twice.
         weight_JW: weight of each pair.
         objective: one of `DRAFT_OBJECTIVES`.
-        kl_decay: of `lk_hybrid`.
-        block_rows: teacher rows whose logits exist at once; 0: as many as fit the budget.
+        kl_decay: decay of the KL weight in `lk_hybrid`.
+        block_rows: number of teacher positions whose logits exist at once; 0: as many as fit the budget.
 
-    Returns: the sum, and as `hit_T` bool_JW: the draft's likeliest token is the teacher's.
-    Raises: ConfigError on shapes that do not fit, or an unknown objective.
+    Returns:
+        the sum, and as `hit_T` bool_JW: True if the draft's most likely token is the teacher's.
+
+    Raises:
+        ConfigError: shapes do not match, or the objective is unknown.
+
     Source: EAGLE-3 §3.2 for kl; SpecForge's and speculators' code for the others.
     """
     if objective not in DRAFT_OBJECTIVES:
@@ -83,19 +87,19 @@ def fused_draft_loss(
     if not fits or row_JW.shape != (J, W) or weight_JW.shape != (J, W):
         raise ConfigError(
             f"draft loss: {J} passes of {[tuple(one.shape) for one in passes][:2]}, head "
-            f"{tuple(head_KE.shape)}, {W} teacher rows, {len(teacher.draft_ids_K)} draft tokens, rows "
-            f"{tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of [R, E], "
-            "[K, E], W, K, [J, W] and [J, W]"
+            f"{tuple(head_KE.shape)}, {W} teacher positions, {len(teacher.draft_ids_K)} draft tokens, "
+            f"positions {tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of "
+            "[R, E], [K, E], W, K, [J, W] and [J, W]"
         )
     hidden_WE, head_VE = operands(teacher.hidden_WE.detach(), teacher.head_VE.detach())
-    law = DraftTeacher(hidden_WE, head_VE, teacher.draft_ids_K)
-    rows = block_rows or block_rows_of(law.head_VE)
+    teacher = DraftTeacher(hidden_WE, head_VE, teacher.draft_ids_K)
+    rows = block_rows or _block_rows(teacher, J)
     settings = (objective, kl_decay, rows)
-    return HeadLoss(*_DraftLoss.apply(head_KE, law, row_JW, weight_JW, settings, *passes))
+    return HeadLoss(*_DraftLoss.apply(head_KE, teacher, row_JW, weight_JW, settings, *passes))
 
 
 class _DraftLoss(torch.autograd.Function):
-    """Gradients in the forward, block by block; backward scales them."""
+    """Computes gradients in the forward, block by block; backward scales them."""
 
     @staticmethod
     def forward(
@@ -113,71 +117,55 @@ class _DraftLoss(torch.autograd.Function):
         need_head, need_hidden = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
         low_KE = operands(passes[0][:0], head_KE)[1]
         wide = torch.promote_types(low_KE.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=head_KE.device)
-        hit_JW = torch.zeros(J, W, dtype=torch.bool, device=head_KE.device)
+        hidden_NE = torch.cat(passes)  # [J * R, E], pass after pass
+        row_JW, weight_JW = row_JW.contiguous(), weight_JW.to(wide).contiguous()
+        missing_JW = row_JW < 0
+        at_JW = row_JW + R * torch.arange(J, device=row_JW.device)[:, None]
+        from_JW, to_JW = at_JW.masked_fill(missing_JW, 0), at_JW.masked_fill(missing_JW, J * R)
+        value_JW = torch.empty_like(weight_JW)
+        hit_JW = torch.empty(J, W, dtype=torch.bool, device=head_KE.device)
         grad_KE = torch.zeros_like(head_KE, dtype=wide) if need_head else None
-        spare = 1  # a last row takes what belongs to none
-        grads = [one.new_zeros(R + spare, E) for one in passes] if need_hidden else []
+        grad_NE = hidden_NE.new_zeros(J * R + 1, E) if need_hidden else None  # the last: missing pairs
         with plain(head_KE):
             for a in range(0, W, rows):
                 part = slice(a, a + rows)
-                logp_BK, best_B = _law(teacher, part, wide)
-                row_JB, weight_JB = row_JW[:, part], weight_JW[:, part].to(wide)
-                h_JBE = torch.stack([one[at.clamp(min=0)] for one, at in zip(passes, row_JB, strict=True)])
-                h_JBE = h_JBE.to(low_KE.dtype)
-                logit_JBK = h_JBE @ low_KE.t()
-                guess_JB = teacher.draft_ids_K[logit_JBK.argmax(-1)]
-                hit_JW[:, part] = (guess_JB == best_B) & (row_JB >= 0)
-                weight_JB = weight_JB * (row_JB >= 0)
-                for j in range(J):  # the logits make room for their gradient
-                    logq_BK = log_softmax(logit_JBK[j], dim=-1, dtype=wide)
-                    value_B, grad_BK = _value(objective, logq_BK, logp_BK, kl_decay)
-                    total += (value_B * weight_JB[j]).sum()
-                    logit_JBK[j] = grad_BK.mul_(weight_JB[j][:, None])
-                if grads:
-                    for grad, at, h_BE in zip(grads, row_JB, logit_JBK @ low_KE, strict=True):
-                        grad[at] = h_BE.to(grad.dtype)  # -1 is the last row, the spare one
+                found = teacher_of(teacher.hidden_WE[part] @ teacher.head_VE.t(), teacher.draft_ids_K)
+                h_NE = hidden_NE.index_select(0, from_JW[:, part].flatten()).to(low_KE.dtype)
+                logit_NK = h_NE @ low_KE.t()
+                draft_passes(
+                    logit_NK.unflatten(0, (J, -1)),
+                    found,
+                    teacher.draft_ids_K,
+                    DraftPairs(*(x_JW[:, part] for x_JW in (row_JW, weight_JW, value_JW, hit_JW))),
+                    objective=objective,
+                    kl_decay=kl_decay,
+                    gradient=need_head or need_hidden,
+                )  # the logits are their gradient now
+                if grad_NE is not None:
+                    back_NE = (logit_NK @ low_KE).to(grad_NE.dtype)
+                    grad_NE.index_copy_(0, to_JW[:, part].flatten(), back_NE)
                 if grad_KE is not None:
-                    grad_KE += logit_JBK.flatten(0, 1).t() @ h_JBE.flatten(0, 1)
-        ctx.save_for_backward(grad_KE, *(grad[:R] for grad in grads))
+                    grad_KE += logit_NK.t() @ h_NE
+        ctx.save_for_backward(grad_KE, grad_NE)
         ctx.mark_non_differentiable(hit_JW)
-        return total, hit_JW
+        ctx.passes = (J, R)
+        return value_JW.sum(), hit_JW
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times the incoming one."""
-        head, *passes = (scaled(grad, grads[0]) for grad in ctx.saved_tensors)
-        passes = passes or [None] * (len(ctx.needs_input_grad) - 5)
+        head, hidden_NE = (scaled(grad, grads[0]) for grad in ctx.saved_tensors)
+        J, R = ctx.passes
+        passes = [None] * J if hidden_NE is None else hidden_NE[: J * R].split(R)
         return head, None, None, None, None, *passes
 
 
-def _law(teacher: DraftTeacher, part: slice, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The teacher's log-law of the draft's tokens among all of its own, and its likeliest token."""
-    logit_BV = teacher.hidden_WE[part] @ teacher.head_VE.t()
-    best_B = logit_BV.argmax(-1)
-    chosen_BK = logit_BV.index_select(1, teacher.draft_ids_K).to(wide)
-    return chosen_BK.sub_(logit_BV.to(wide).logsumexp(-1, keepdim=True)), best_B
-
-
-def _value(objective: str, logq_BK: Tensor, logp_BK: Tensor, kl_decay: float) -> tuple[Tensor, Tensor]:
-    """A row's loss, and its gradient with respect to the draft's logits; `logq_BK` is used up."""
-    kl_B = accept_B = torch.zeros(())
-    if objective in ("kl", "lk_hybrid"):
-        logn_BK = logp_BK - logp_BK.logsumexp(-1, keepdim=True)
-        norm_BK = logn_BK.exp()
-        kl_B = torch.linalg.vecdot(norm_BK, logn_BK.sub_(logq_BK))
-    q_BK = logq_BK.exp_()
-    if objective == "kl":
-        return kl_B, q_BK.sub_(norm_BK)
-    p_BK = logp_BK.exp()
-    accept_B = torch.minimum(p_BK, q_BK).sum(-1)
-    below_BK = q_BK.where(q_BK < p_BK, 0.0)  # where a larger q is accepted more often
-    fall_BK = (q_BK * below_BK.sum(-1, keepdim=True)).sub_(below_BK)  # of -accept
-    if objective == "tv":
-        return 1 - accept_B, fall_BK
-    if objective == "lk":
-        accept_B = accept_B.clamp(min=_LEAST)
-        return -accept_B.log(), fall_BK.div_(accept_B[:, None])
-    mix_B = torch.exp(-kl_decay * accept_B)
-    grad_BK = q_BK.sub_(norm_BK).mul_(mix_B[:, None]).add_(fall_BK.mul_(1 - mix_B[:, None]))
-    return mix_B * kl_B + (1 - mix_B) * (1 - accept_B), grad_BK
+def _block_rows(teacher: DraftTeacher, passes: int) -> int:
+    """Number of teacher positions of a block: as many as fit the budget, in blocks of about equal size."""
+    head_VE, W = teacher.head_VE, len(teacher.hidden_WE)
+    if not serves(head_VE):
+        return block_rows_of(head_VE)
+    numbers = len(head_VE) + (passes + 1) * len(teacher.draft_ids_K)
+    most = max(16, _BLOCK_BYTES // (numbers * head_VE.element_size()))
+    blocks = max(1, -(-W // most))
+    return max(1, -(-W // blocks))

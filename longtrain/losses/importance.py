@@ -1,6 +1,6 @@
-"""KL between two measures of the importance of a prompt's tokens.
+"""KL divergence between two importance distributions over a prompt's tokens.
 
-Shapes: T rows (tokens), H heads, P prompts of a packed row.
+Shapes: T tokens, H heads, P prompts of a packed sequence.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LEAST = 1e-12
 def importance_kl(pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
     """KL from the true importance of a prompt's tokens to the predicted one, averaged over heads.
 
-    Both sides are normalised over each prompt. Terms of true importance 0 are dropped, and the prediction
-    counts as at least 1e-12 (without a gradient there). All in fp32 (fp64 stays fp64); the gradient is found
-    in the forward.
+    Both are normalised over each prompt. Terms of true importance 0 are dropped, and the prediction is
+    clamped to at least 1e-12 (without a gradient there). All in fp32 (fp64 stays fp64); the gradient is
+    computed in the forward.
 
     Args:
         pred_HT: predicted importance of each token, 0 or more, of any scale.
@@ -30,8 +30,12 @@ def importance_kl(pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: i
         prompt_T: int64, the prompt that each token belongs to; `prompts` for tokens of none.
         prompts: P.
 
-    Returns: scalar sum over prompts, nats.
-    Raises: ConfigError on shapes that do not fit.
+    Returns:
+        scalar sum over prompts, nats.
+
+    Raises:
+        ConfigError: shapes do not match.
+
     Source: LookaheadKV §3.2, Eq. 4 (ListNet with the identity in place of exp).
     """
     if pred_HT.shape != true_HT.shape or pred_HT.shape[1:] != prompt_T.shape:
@@ -43,7 +47,7 @@ def importance_kl(pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: i
 
 
 class _ImportanceKL(torch.autograd.Function):
-    """With q = s / Z and the truth t = r / Z_t: dKL/ds_j = (sum of t where q counts) / Z - t_j / s_j."""
+    """With q = s / Z and the true p = r / Z_t: dKL/ds_j = (sum of p over unclamped q) / Z - p_j / s_j."""
 
     @staticmethod
     def forward(ctx: Any, pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
@@ -52,7 +56,7 @@ class _ImportanceKL(torch.autograd.Function):
         pred_HT, true_HT = (x_HT.to(wide).where(inside_T, 0.0) for x_HT in (pred_HT, true_HT))
 
         def spread(x_HT: Tensor) -> Tensor:
-            """Each prompt's sum, at each of its tokens."""
+            """Each prompt's sum, repeated at each of its tokens."""
             if prompts == 1:
                 return x_HT.sum(-1, keepdim=True)
             sum_HP = x_HT.new_zeros(x_HT.shape[0], prompts + 1).index_add_(1, prompt_T, x_HT)

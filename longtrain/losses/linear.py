@@ -1,6 +1,6 @@
-"""Losses of a student that shares the teacher's head, or learns the data's tokens.
+"""Losses of a student that shares the teacher's head, or is trained on the tokens of the data.
 
-Shapes: T rows (tokens), E hidden dim, V vocabulary, K tokens of a law, R rows of one block.
+Shapes: T tokens, E hidden dim, V vocabulary, K most likely tokens of a distribution, R tokens of one block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longtrain.kernels.head_kl import head_kl
 from longtrain.losses.blocks import (
     IGNORE,
     HeadLoss,
-    TopLaw,
+    TopTokens,
     block_rows_of,
     check_rows,
     operands,
@@ -33,17 +33,20 @@ def fused_linear_ce(
     weights_T: Tensor | None = None,
     block_rows: int = 0,
 ) -> Tensor:
-    """Cross-entropy of `hidden @ head.T` against labels, summed: Liger's kernel on CUDA, else its eager twin.
+    """Cross-entropy of `hidden @ head.T` against labels, summed: Liger's kernel on CUDA, else plain torch.
 
     Args:
         hidden_TE: input of the head.
-        head_weight_VE: the head; it gets a gradient only if it asks for one.
-        labels_T: int64, `IGNORE` where there is nothing to learn.
-        weights_T: weight of each row (the eager twin computes it on CUDA too); None: 1.
-        block_rows: rows whose logits exist at once in the eager twin; 0: as many as fit the budget.
+        head_weight_VE: the head; it gets a gradient only if it requires one.
+        labels_T: int64, `IGNORE` for tokens that are not trained on.
+        weights_T: weight of each token (with weights plain torch is used on CUDA too); None: 1.
+        block_rows: number of tokens whose logits exist at once in plain torch; 0: as many as fit the budget.
 
-    Returns: scalar sum over rows, nats, fp32 (fp64 stays fp64).
-    Raises: ConfigError on shapes that do not fit.
+    Returns:
+        scalar sum over tokens, nats, fp32 (fp64 stays fp64).
+
+    Raises:
+        ConfigError: shapes do not match.
     """
     check_rows(hidden_TE, head_weight_VE, labels_T)
     if hidden_TE.is_cuda and weights_T is None and not block_rows:
@@ -67,20 +70,21 @@ def fused_linear_kl(
     weights_T: Tensor | None = None,
     block_rows: int = 0,
 ) -> HeadLoss:
-    """KL(teacher || student) over the whole vocabulary, summed over rows; both share one frozen head.
+    """KL(teacher || student) over the whole vocabulary, summed over tokens; both share one frozen head.
 
-    The gradient with respect to the student's hidden states is found in the forward, a block of rows at a
-    time: `(softmax(student) - softmax(teacher)) @ head`, softmax in fp32. T x V never exists.
+    The gradient with respect to the student's hidden states is computed in the forward, one block of tokens
+    at a time: `(softmax(student) - softmax(teacher)) @ head`, softmax in fp32. T x V never exists.
 
     Args:
         hidden_TE: the student's input of the head.
         teacher_hidden_TE: the teacher's; no gradient flows into it.
         head_weight_VE: the shared head; it gets no gradient.
-        mask_T: bool, rows that count; None: all.
-        weights_T: weight of each row; None: 1.
-        block_rows: rows whose logits exist at once; 0: as many as fit the budget.
+        mask_T: bool, tokens that count; None: all.
+        weights_T: weight of each token; None: 1.
+        block_rows: number of tokens whose logits exist at once; 0: as many as fit the budget.
 
-    Raises: ConfigError on shapes that do not fit.
+    Raises:
+        ConfigError: shapes do not match.
     """
     if mask_T is None:
         mask_T = torch.ones(hidden_TE.shape[0], dtype=torch.bool, device=hidden_TE.device)
@@ -98,25 +102,26 @@ def fused_linear_kl(
 
 def fused_linear_top_kl(
     hidden_TE: Tensor,
-    teacher: TopLaw,
+    teacher: TopTokens,
     head_weight_VE: Tensor,
     *,
     weights_T: Tensor | None = None,
     block_rows: int = 0,
 ) -> HeadLoss:
-    """KL(teacher || student) where only the likeliest tokens of the teacher's law are known; sum over rows.
+    """KL(teacher || student) if only the teacher's most likely tokens are known, summed over tokens.
 
-    All other tokens count as one: the KL of the two laws after that merger, which is never above the whole
-    one and equal to it with K = V. The gradient is found in the forward, as in `fused_linear_kl`.
+    All other tokens count as one: the KL of the two distributions after that merger, which is never above the
+    exact one and equal to it with K = V. The gradient is computed in the forward, as in `fused_linear_kl`.
 
     Args:
         hidden_TE: the student's input of the head.
-        teacher: the likeliest tokens of each row.
+        teacher: the most likely tokens at each position.
         head_weight_VE: the student's head; it gets no gradient.
-        weights_T: weight of each row; None: 1.
-        block_rows: rows whose logits exist at once; 0: as many as fit the budget.
+        weights_T: weight of each position; None: 1.
+        block_rows: number of positions whose logits exist at once; 0: as many as fit the budget.
 
-    Raises: ConfigError on shapes that do not fit.
+    Raises:
+        ConfigError: shapes do not match.
     """
     if weights_T is None:
         weights_T = torch.ones(hidden_TE.shape[0], device=hidden_TE.device)
@@ -128,22 +133,22 @@ def fused_linear_top_kl(
 
 
 @torch.no_grad()
-def top_law(hidden_TE: Tensor, head_weight_VE: Tensor, k: int) -> TopLaw:
-    """The `k` likeliest tokens after each row, by the law `softmax(hidden @ head.T)` in fp32."""
+def top_tokens(hidden_TE: Tensor, head_weight_VE: Tensor, k: int) -> TopTokens:
+    """The `k` most likely next tokens at each position, by `softmax(hidden @ head.T)` in fp32."""
     hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
     found = []
     with plain(hidden_TE):
         for h_RE in hidden_TE.split(block_rows_of(head_weight_VE)):
             logp_RV = log_softmax(h_RE @ head_weight_VE.t(), dim=-1, dtype=torch.float32)
             found.append(logp_RV.topk(k, dim=-1))
-    return TopLaw(torch.cat([one.indices for one in found]), torch.cat([one.values for one in found]))
+    return TopTokens(torch.cat([one.indices for one in found]), torch.cat([one.values for one in found]))
 
 
 @torch.no_grad()
 def greedy_hits(
     hidden_TE: Tensor, head_weight_VE: Tensor, labels_T: Tensor, *, block_rows: int = 0
 ) -> Tensor:
-    """Where the argmax of `hidden @ head.T` is the label, bool_T; ignored rows are False."""
+    """True where the argmax of `hidden @ head.T` is the label, bool_T; ignored tokens are False."""
     check_rows(hidden_TE, head_weight_VE, labels_T)
     hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
     rows = block_rows or block_rows_of(head_weight_VE)
@@ -153,7 +158,7 @@ def greedy_hits(
 
 
 class _LinearCE(torch.autograd.Function):
-    """Gradients in the forward, block by block, for hidden states and (where it asks) the head."""
+    """Computes gradients in the forward, block by block, for hidden states and, if required, the head."""
 
     @staticmethod
     def forward(
@@ -189,7 +194,7 @@ class _LinearCE(torch.autograd.Function):
 
 
 class _LinearKL(torch.autograd.Function):
-    """KL, the gradient of the student's hidden states and greedy agreement, all in the forward."""
+    """KL, the gradient of the student's hidden states and greedy agreement, all computed in the forward."""
 
     @staticmethod
     def forward(
@@ -219,7 +224,7 @@ class _LinearKL(torch.autograd.Function):
 
 
 class _LinearTopKL(torch.autograd.Function):
-    """As `_LinearKL`; the student's tokens beyond the teacher's K share the teacher's rest as they like."""
+    """As `_LinearKL`; tokens beyond the teacher's K are one outcome: only their total probability counts."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""One folder per method; finding the folder is the registration."""
+"""The methods, one folder each; a folder with a `config.py` is registered by being there."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 GONE = frozenset({"views"})
-"""Settings of earlier versions that training alone read."""
+"""Settings of earlier versions, read only in training, that are ignored in stored artifacts and runs."""
 
 
 def names() -> tuple[str, ...]:
-    """Every method there is: the folders with a `config.py` in any place of this package's path.
+    """Return the names of all methods: the folders with a `config.py` on this package's path.
 
-    A method that lies elsewhere is registered by adding the folder around it to `longtrain.methods.__path__`.
+    A method outside of the package is registered by adding its parent folder to `longtrain.methods.__path__`.
     Nothing is imported.
     """
     files = (file for place in __path__ for file in Path(place).glob("*/config.py"))
@@ -28,7 +28,7 @@ def names() -> tuple[str, ...]:
 
 
 def without_gone(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's settings as an artifact or a run stored them, without those that are gone."""
+    """Return a method's stored settings without those that no longer exist."""
     return {
         key: without_gone(value) if isinstance(value, Mapping) else value
         for key, value in stored.items()
@@ -37,7 +37,7 @@ def without_gone(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_class(name: str) -> type:
-    """A method's hyperparameter dataclass, without importing torch.
+    """Return a method's hyperparameter dataclass, without importing torch.
 
     Raises:
         ConfigError: no such method.
@@ -48,19 +48,19 @@ def config_class(name: str) -> type:
 
 
 def formats() -> dict[str, tuple[str, ...]]:
-    """Method -> the formats of other tools that its modules are exported in, without importing torch."""
+    """Return method -> other tools' formats that its modules can be exported in; imports no torch."""
     modules = {name: importlib.import_module(f"longtrain.methods.{name}.config") for name in names()}
     return {name: module.FORMATS for name, module in modules.items() if hasattr(module, "FORMATS")}
 
 
 def trains_target(name: str) -> bool:
-    """Whether a method makes a target, and no module for one; imports no torch."""
+    """Return True if a method trains a target itself rather than a module for one; imports no torch."""
     config_class(name)
     return bool(getattr(importlib.import_module(f"longtrain.methods.{name}.config"), "TRAINS_TARGET", False))
 
 
 def get(name: str) -> MethodSpec:
-    """A method's `SPEC`.
+    """Return a method's `SPEC`.
 
     Raises:
         ConfigError: no such method.

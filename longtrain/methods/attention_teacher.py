@@ -1,6 +1,7 @@
-"""The target's attention as a teacher of sets, and how much of it a set holds.
+"""The target's attention as a training target for sets of KV entries, and the share of it that a set covers.
 
-Shapes: S rows of a document, R query rows, X sets, L layers, H query heads, G KV heads, D head dim, K rows.
+Shapes: S tokens of a document, R queries, X sets, L layers, H query heads, G KV heads, D head dim, K entries
+of a set.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Teacher:
-    """Attention of some query rows of a document over its far rows, layer by layer.
+    """Attention of sampled queries of a document over its far KV entries, layer by layer.
 
     Args:
         q_LHRD: the target's queries of each layer, after RoPE, [H, R, D].
-        k_LGSD: its keys, [G, S, D].
-        at_R: positions of the query rows.
-        far_RS: bool, the rows that are not read in any case; each query row has some.
-        mean: of a KV head's query heads the mean, not the highest.
-        by_mass: a row's far attention as it is, below 1 by what is near; False: it is made to sum to 1.
+        k_LGSD: the target's keys of each layer, [G, S, D].
+        at_R: positions of the queries.
+        far_RS: bool, the entries outside of what is always read (sinks and window); each query has some.
+        mean: average over a KV head's query heads instead of their maximum.
+        by_mass: leave the sum of the far attention below 1; False: normalise it to 1.
     """
 
     q_LHRD: Mapping[int, Tensor]
@@ -34,10 +35,11 @@ class Teacher:
 
     @torch.no_grad()
     def layer(self, layer: int) -> Tensor:
-        """mass_GRS in fp32 or wider: the attention that falls on far rows."""
+        """Return mass_GRS in fp32 or wider: a layer's attention on far entries."""
         q_HRD, k_GSD = self.q_LHRD[layer], self.k_LGSD[layer]
         wide = torch.promote_types(q_HRD.dtype, torch.float32)
         (H, R, D), (G, S, _) = q_HRD.shape, k_GSD.shape
+        # query heads of a KV head as further queries: [G, H / G * R, S], then [G, H / G, R, S]
         score = (q_HRD.reshape(G, H // G * R, D) @ k_GSD.transpose(1, 2)).view(G, H // G, R, S)
         seen_RS = torch.arange(S, device=score.device) <= self.at_R[:, None]
         weight = (score.to(wide) * D**-0.5).masked_fill(~seen_RS, -torch.inf).softmax(-1)
@@ -47,13 +49,15 @@ class Teacher:
         return mass_GRS / mass_GRS.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
 
     def layers(self) -> Iterator[tuple[int, Tensor]]:
-        """Every layer's number and mass."""
+        """Yield every layer's number and its far attention."""
         for layer in self.q_LHRD:
             yield layer, self.layer(layer)
 
     @torch.no_grad()
     def sets(self, table_LG: Tensor, n_sets: int) -> tuple[Tensor, Tensor]:
-        """Mean mass_XRS of the KV heads that read each set, and how many there are; 0 without any."""
+        """Return mass_XRS, the mean far attention of the KV heads of each set (0 for a set without), and the
+        number of KV heads of each.
+        """
         total: Tensor | None = None
         for layer, mass_GRS in self.layers():
             if total is None:
@@ -65,7 +69,7 @@ class Teacher:
 
     @torch.no_grad()
     def add_evidence(self, order_XRS: Tensor, rows: int, evidence_LGX: Tensor) -> None:
-        """Add to `evidence_LGX` how much of each KV head's attention lies in the best rows of each set."""
+        """Add to `evidence_LGX` how much of each KV head's attention the best entries of each set cover."""
         inside_XRS = best(order_XRS, rows)
         for layer, mass_GRS in self.layers():
             held = torch.einsum("grs,xrs->gx", mass_GRS, inside_XRS.to(mass_GRS.dtype))
@@ -73,24 +77,23 @@ class Teacher:
 
 
 def best(order_XRS: Tensor, rows: int) -> Tensor:
-    """bool_XRS: the `rows` rows that stand highest, or all."""
+    """Return bool_XRS: True for the `rows` highest-scored entries, or for all."""
     top = order_XRS.topk(min(rows, order_XRS.shape[-1]), -1).indices
     return torch.zeros_like(order_XRS, dtype=torch.bool).scatter_(-1, top, True)
 
 
 def share_held(mass_XRS: Tensor, order_XRS: Tensor, rows: int) -> Tensor:
-    """The share of the mass that lies in the `rows` rows that stand highest, [X, R]."""
+    """Return the share of the attention that the `rows` highest-scored entries cover, [X, R]."""
     top = order_XRS.topk(min(rows, order_XRS.shape[-1]), -1).indices
     return mass_XRS.gather(-1, top).sum(-1)
 
 
-def soft_share(mass_XRS: Tensor, law_XRS: Tensor, far_RS: Tensor, rows: int) -> Tensor:
-    """The share of the mass in the set, with a gradient.
+def soft_share(mass_XRS: Tensor, probs_XRS: Tensor, far_RS: Tensor, rows: int) -> Tensor:
+    """Return the share of the attention that the set covers, [X, R], in a differentiable form.
 
-    A row counts by how far it lies above the
-    set's edge (a logistic of log-weights), [X, R].
+    Membership of an entry is a logistic of how far its log-weight lies above the lowest one in the set.
     """
-    ordered = law_XRS.detach().masked_fill(~far_RS, -torch.inf)
+    ordered = probs_XRS.detach().masked_fill(~far_RS, -torch.inf)
     edge = ordered.topk(min(rows, ordered.shape[-1]), -1).values[..., -1:]
-    above = torch.sigmoid((law_XRS - edge.nan_to_num(neginf=-1e4)).masked_fill(~far_RS, -1e4))
+    above = torch.sigmoid((probs_XRS - edge.nan_to_num(neginf=-1e4)).masked_fill(~far_RS, -1e4))
     return (mass_XRS * above).sum(-1)

@@ -1,6 +1,6 @@
-"""A draft's layer as it runs when drafting: joined products, and fused operators between them.
+"""A draft's layer for inference: concatenated projections, with fused operators between them.
 
-Shapes: N rows (nodes or tokens, all sequences' together), E hidden dim, X inputs of the attention, H query
+Shapes: N tokens or tree nodes of all sequences together, E hidden dim, X inputs of the attention, H query
 heads, G KV heads, D head dim.
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class JoinedLayer:
-    """The weights of a draft's self-attention and MLP, joined as they are now; methods add their own.
+    """Concatenated weights of a draft's self-attention and MLP; methods add their own.
 
     Args:
-        attention: keeps views of the joined weights; left as it is where it is being trained.
+        attention: its weights become views of the concatenated ones, unless they are being trained.
         mlp: likewise.
     """
 
@@ -38,7 +38,7 @@ class JoinedLayer:
         self.gate_up, self.down = self.dense(mlp.gate_proj, mlp.up_proj), self.dense(mlp.down_proj)
 
     def dense(self, *linears: nn.Linear) -> Dense:
-        """One product for several linears; where they are trained, of copies."""
+        """Concatenate linears that share an input; weights that are being trained are copied instead."""
         if not any(one.weight.requires_grad for one in linears):
             return joined(linears)
         dense = joined([copy.deepcopy(one).requires_grad_(False) for one in linears])
@@ -46,9 +46,9 @@ class JoinedLayer:
         return dense
 
     def holds(self) -> bool:
-        """Whether the joined weights are still the draft's, or where copies of them belong.
+        """Return True if the concatenated weights are still the draft's, or copies of its device and dtype.
 
-        `Module.to` gives every weight a place of its own again.
+        `Module.to` reallocates every weight, after which this layer has to be built again.
         """
         now, own = self.attention.q_proj.weight, self.qkv.weight
         if self._copies:
@@ -57,34 +57,34 @@ class JoinedLayer:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Copy weights that are trained again, to where they are."""
+        """Copy the current values of weights that are being trained."""
         for dense, linears in self._copies:
             torch.cat([one.weight for one in linears], out=dense.weight)
             if dense.bias is not None:
                 torch.cat([one.bias for one in linears], out=dense.bias)
 
     def query(self, normed_NX: Tensor, rope: Rope, into: Slots) -> Tensor:
-        """Queries of the self-attention, rotated, q_NHD; the rows' keys and values go to their slots."""
+        """Return rotated queries q_NHD of the self-attention; write keys and values to `into`."""
         norms, eps = head_norms(self.attention)
         return rotate_heads(self.qkv(normed_NX), rope, self.heads, norms=norms, eps=eps, into=into)[0]
 
     def keep(self, normed_NX: Tensor, rope: Rope, into: Slots) -> None:
-        """Keys and values of rows go to their slots; nothing else is computed."""
+        """Write the tokens' keys and values to their cache positions; nothing else is computed."""
         norms, eps = head_norms(self.attention)
         rotate_heads(self.kv(normed_NX), rope, (0, self.heads[1]), norms=norms, eps=eps, into=into)
 
     def plus_mlp(self, x_NE: Tensor, norm: RMSNorm) -> Tensor:
-        """`x + MLP(norm(x))`."""
+        """Return `x + MLP(norm(x))`."""
         return self.down(self.gate_up.swiglu(normed(x_NE, norm)), x_NE)
 
 
 def normed(x_NE: Tensor, norm: RMSNorm, *, into: Tensor | None = None) -> Tensor:
-    """`norm(x)`, fused; written to `into` if given."""
+    """Return `norm(x)`, fused; written to `into` if given."""
     return add_rms_norm(x_NE, None, norm.weight, norm.eps, normed_NE=into)[1]
 
 
 def head_norms(attention: GroupedQuery) -> tuple[Norms | None, float]:
-    """RMSNorms of query and key heads, and their eps; an attention without keys has the former alone."""
+    """Return the RMSNorm weights of query and key heads, and their eps; without keys, the query's twice."""
     if attention.q_norm is None:
         return None, 1e-6
     k_norm = attention.k_norm or attention.q_norm

@@ -1,12 +1,13 @@
-"""The target's layers that an EAGLE-3 feature is made of, where nobody names them. Imports no torch."""
+"""The target's layers that EAGLE-3 reads by default; imports no torch."""
 
 from __future__ import annotations
 
 
 def feature_layers(n_layers: int) -> tuple[int, ...]:
-    """Layers whose outputs are read (0-based), lowest first.
+    """Return the layers whose outputs are read (0-based), lowest first.
 
-    Source: the authors' code reads the inputs of layers 2, N // 2 and N - 3, the outputs of those before.
+    Source: the authors' code reads the inputs of layers 2, N // 2 and N - 3, which are the outputs of those
+        before.
     Note: for fewer than 8 layers these coincide; three evenly spread layers are taken instead.
     """
     if n_layers >= 8:

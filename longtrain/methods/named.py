@@ -1,4 +1,4 @@
-"""How a policy, a method or a cache is named in a configuration, with its options; imports no torch."""
+"""Parses the name of a policy, method or cache in a configuration, with its options; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longtrain.settings import wrong
 
 @dataclass(frozen=True)
 class Named:
-    """A policy, method or cache with the options that were typed, and a policy's own label."""
+    """A policy, method or cache with the options that were typed, and for a policy a label."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class Named:
 
     @property
     def words(self) -> str:
-        """`quantspec draft=false`, or of a policy `adakv(snapkv) window=8`."""
+        """The part in words: `quantspec draft=false`, or for a policy `adakv(snapkv) window=8`."""
         if self.name not in POLICIES:
             return in_words(self.name, self.options)
         over = f"({self.options['over']})" if "over" in self.options else ""
@@ -29,7 +29,7 @@ class Named:
 
 
 def in_words(name: str, options: Mapping[str, Any]) -> str:
-    """`lookaheadkv adaptive=heads`."""
+    """Return name and options in words, such as `lookaheadkv adaptive=heads`."""
     shown = {True: "true", False: "false", None: "null"}
     return " ".join(
         [name, *(f"{k}={shown.get(v, v) if isinstance(v, bool | None) else v}" for k, v in options.items())]
@@ -37,15 +37,15 @@ def in_words(name: str, options: Mapping[str, Any]) -> str:
 
 
 def named(key: str, value: Any, where: str) -> Named | None:
-    """A part as it was typed: `NAME` or `{name: NAME, option: value}`.
+    """Parse a part: `NAME` or `{name: NAME, option: value}`.
 
     Args:
-        key: which part: `policy`, `method` or `cache`.
-        value: as typed; None: there is none.
-        where: the key that it stands in, for messages.
+        key: kind of part: `policy`, `method` or `cache`.
+        value: the typed value; None: there is none.
+        where: key of the configuration, for messages.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither form.
     """
     if value is None:
         return None

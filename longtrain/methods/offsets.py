@@ -1,20 +1,20 @@
-"""Anchor-Offset Indices of a training row, for every draft whose settings have them."""
+"""Draws the anchor offsets of a training batch (LongSpec), for every draft whose settings have them."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.targets.info import TargetInfo
 
 
 class OffsetSettings(Protocol):
-    """The keys of a method's settings that offsets follow from."""
+    """The settings of a method that determine the offsets."""
 
     anchor_offset: bool
     offset_max_tokens: int
@@ -36,16 +36,16 @@ def check_offsets(settings: OffsetSettings, info: TargetInfo) -> None:
 
 
 def offsets_of(settings: OffsetSettings, info: TargetInfo, batch: Batch) -> list[int] | None:
-    """How far each document of a batch is moved, drawn from its seed; None where offsets are off.
+    """Draw the position offset of each document from the batch's seed; None if offsets are off.
 
     Args:
-        settings: the method's.
+        settings: the method's settings.
         info: the target's facts.
-        batch: the row.
+        batch: the batch.
     """
     if not settings.anchor_offset:
         return None
-    return packed_rows.draw_offsets(
+    return packed_sequences.draw_offsets(
         [b - a for a, b in pairwise(batch.bounds)],
         usable=settings.offset_max_tokens or info.max_positions,
         max_doc_tokens=settings.offset_max_doc_tokens,

@@ -1,4 +1,4 @@
-"""Inference keys of methods that say what of the cache each step reads."""
+"""Inference settings of methods that select the part of the cache that each step reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.errors import ConfigError
+from longtrain.methods.checked import given_keys
 from longtrain.settings import read
 
 READ_KEYS = (
@@ -15,22 +16,20 @@ READ_KEYS = (
     "budget_ratio",
     *(field.name for field in fields(ReadBudget) if field.name != "rows"),
 )
-"""Names of the keys; all but the budget are fields of `ReadBudget`."""
+"""Names of the settings; all but the budget are fields of `ReadBudget`."""
 
 
 def read_budget(method: str, keys: Mapping[str, Any]) -> ReadBudget:
-    """What each step reads, from a method's inference keys.
+    """Build a `ReadBudget` from a method's inference settings.
 
     Args:
-        method: for messages.
-        keys: `READ_KEYS`; those that are missing or None have the defaults of `ReadBudget`.
+        method: name of the method, for messages.
+        keys: `READ_KEYS`; missing ones and None have the defaults of `ReadBudget`.
 
     Raises:
         ConfigError: another key, a share of the prompt, or a value that is not allowed.
     """
-    given = {key: value for key, value in keys.items() if value is not None}
-    if unknown := sorted(set(given) - {*READ_KEYS}):
-        raise ConfigError(f"{method} has no inference key '{unknown[0]}'; known: {', '.join(READ_KEYS)}")
+    given = given_keys(method, keys, READ_KEYS)
     if (ratio := given.pop("budget_ratio", None)) is not None:
         raise ConfigError(
             f"{method} reads sets of one size, and the budget is {ratio} of the prompt; pass "

@@ -1,6 +1,6 @@
-"""KVzip's scores as labels: what the target reads to repeat a context, as logarithms.
+"""KVzip's scores as labels: logarithms of the attention that the target needs to repeat a context.
 
-Shapes: B contexts together, S slots, L layers, G KV heads.
+Shapes: B contexts together, S positions, L layers, G KV heads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.decoding.prefill import pad
 from longtrain.methods.policies.kvzip import KVzip
 from longtrain.methods.policies.repeat import LONGEST_REQUEST
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import AttentionHook
     from longtrain.targets.model import Target
 
 __all__ = ["LONGEST_REQUEST", "RepeatLabels", "repeat_labels"]
@@ -30,9 +30,9 @@ class RepeatLabels:
     """Labels of some contexts, right-padded.
 
     Args:
-        lengths: tokens of each.
+        lengths: tokens of each context.
         true_LBGS: logarithms of KVzip's scores in fp32 (fp64 for fp64); 0 where there is no label.
-        counts_LBGS: bool, whether there is one: none for sinks, a chat header and padding.
+        counts_LBGS: bool, True where there is a label: not for sinks, a chat header and padding.
     """
 
     lengths: tuple[int, ...]
@@ -48,17 +48,17 @@ def repeat_labels(
     chunk: int,
     sinks: int,
     plus: bool,
-    watch: Watch | None = None,
+    hook: AttentionHook | None = None,
 ) -> RepeatLabels:
-    """Read some contexts, and have the target repeat them.
+    """Prefill some contexts, and have the target repeat them.
 
     Args:
-        target: frozen.
-        contexts: token ids of each.
+        target: the frozen target.
+        contexts: token ids of each context.
         chunk: as in `KVzip`.
         sinks: as in `KVzip`.
         plus: KVzip+: with both norms.
-        watch: sees the first reading.
+        hook: observes the prefill.
 
     Raises:
         ConfigError: the target has no tokenizer, whose chat format the request to repeat is written in.
@@ -67,9 +67,9 @@ def repeat_labels(
     lengths, device = tuple(map(len, contexts)), target.device
     longest = max(lengths)
     tokens_BS, n_B = pad(contexts, device)
-    cache = target.new_cache(len(contexts), longest, policy.extra_rows(longest))
+    cache = target.new_cache(len(contexts), longest, policy.extra_tokens(longest))
     pos_BS = torch.arange(longest, device=device).expand_as(tokens_BS)
-    target.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, want=Want("none"), watch=watch)
+    target.forward(TokenBatch(pos_BS, tokens_BS, n_B=n_B), cache, outputs=OutputRequest("none"), hook=hook)
     cache.commit(None, n_B)
     s_LBGS = policy.scores(PromptRun(target, cache, lengths, tokens_BS, n_B, torch.zeros_like(n_B)))
     slot_S = torch.arange(longest, device=device)

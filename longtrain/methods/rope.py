@@ -1,4 +1,4 @@
-"""The rotary embedding of a module beside the target: the target's, or its own."""
+"""The rotary embedding of a trained module: the target's, or one of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class RotarySettings(Protocol):
-    """Settings of a module with heads."""
+    """Settings that determine a module's rotary embedding."""
 
     rope: dict[str, Any] | None
     """`rope_parameters` of transformers; None: the target's."""
     head_dim: int
-    """0: the target's."""
+    """Head dim; 0: the target's."""
 
 
 class ModuleRope:
-    """Positions [...] -> cos and sin [..., D] in the target's dtype.
+    """Maps positions [...] to cos and sin [..., D] in the target's dtype.
 
     Note: a module with heads of another size than the target's has the target's parameters at its own size.
     """
@@ -35,7 +35,7 @@ class ModuleRope:
         self._own = None if same else rotary_of(config, target.info)
 
     def __call__(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin."""
+        """Return cos and sin."""
         if self._own is None:
             cos, sin = self._target.rope(pos.reshape(1, -1))
         else:
@@ -44,11 +44,11 @@ class ModuleRope:
 
     @property
     def rotation(self) -> Rotation:
-        """The same as kernels take it."""
+        """The same rotary embedding in the form that kernels take."""
         return self._target.rotation if self._own is None else self._own.angles(self._target.device)
 
 
 def rotary_of(config: RotarySettings, info: TargetInfo) -> Rotary:
-    """The same angles from parameters alone, where they are computed without the target."""
+    """Build the same rotary embedding from parameters alone, for use without the target."""
     head_dim = config.head_dim or info.head_dim
     return Rotary(config.rope or info.rope, head_dim=head_dim, max_positions=info.max_positions)

@@ -1,4 +1,4 @@
-"""A packed row as prompts and responses, decided on the host; methods that learn to evict share it."""
+"""Splits the documents of a packed sequence into prompt and response on the host, for eviction methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from longtrain.errors import DataError
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return self.prompt - self.start
 
 
 def samples(batch: Batch) -> list[Sample]:
-    """The prompt and the response of every document that has labels.
+    """Return the prompt and the response of every document that has labels.
 
     The response is the last run of labels (the last answer of a chat); all before it is prompt. What follows
-    the run is not looked at: by causality it changes neither.
+    the run is ignored: by causality it changes neither.
 
     Raises:
         DataError: a response without a prompt.

@@ -1,4 +1,4 @@
-"""Settings of modules that learn where the target's attention goes. Imports no torch."""
+"""Settings of modules that learn where the target's attention goes; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, check, wrong
 
 BLOCK_BYTES = 256 << 20
-"""Bytes of the scores of one block of query rows in fp32; `BLOCKS` such tensors exist at once."""
+"""Bytes of the scores of one block of queries in fp32; `BLOCKS` such tensors exist at once."""
 BLOCKS = 12
-"""Tensors of that size at once: the teacher's, the student's, and gradients."""
+"""Number of tensors of that size at once: the teacher's, the student's, and gradients."""
 KEY_ROWS = 8192
-"""Rows of a packed row whose keys are computed at once."""
+"""Tokens of a packed sequence whose keys are computed at once."""
 
 
 @dataclass
 class SetLearning:
-    """Which query rows are learned of, and what of their attention (`methods.set_objective`)."""
+    """Settings of the sampled queries and the attention learned from them (`methods.set_objective`)."""
 
     pool: Annotated[str, OneOf("max", "mean")] = "max"  # how the target's attention is pooled over the query
     # heads of a KV head
@@ -28,14 +28,16 @@ class SetLearning:
     # the text
     window: CountOrZero = 64  # newest tokens likewise, at most half
     recall_weight: NotNegative = 0.0  # weight of an added loss: 1 - the soft share of the target's attention
-    # that the choice holds
-    recall_rows: Count = 512  # KV entries of that choice and of the logged recall, sinks and window included
+    # that the choice covers
+    recall_entries: Count = (
+        512  # KV entries of that choice and of the logged recall, sinks and window included
+    )
 
     def __post_init__(self) -> None:
         check(self, "method")
-        if self.recall_rows <= self.sinks + self.window:
+        if self.recall_entries <= self.sinks + self.window:
             raise wrong(
-                "method.recall_rows",
-                self.recall_rows,
+                "method.recall_entries",
+                self.recall_entries,
                 f"more than sinks and window, {self.sinks + self.window}",
             )

@@ -1,7 +1,7 @@
-"""What modules that choose rows learn: where the target's attention goes beyond what is read in any case.
+"""Training objective of modules that select KV entries: match the target's attention beyond sinks and window.
 
-Shapes: T tokens of a packed row, S rows of a document, R query rows, X sets, L layers, H query heads, G KV
-heads, D head dim, E hidden dim.
+Shapes: T tokens of a packed sequence, S tokens of a document, R queries, X sets, L layers, H query heads, G
+KV heads, D head dim, E hidden dim.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.chunked import SharedRows, chunked_sum
-from longtrain.data.rows import packed_rows
-from longtrain.kernels.row_scores.reference import log_scores
+from longtrain.data.packing import packed_sequences
+from longtrain.kernels.entry_scores.reference import log_scores
 from longtrain.log import get_logger
 from longtrain.methods.attention_teacher import Teacher, share_held, soft_share
-from longtrain.methods.query_rows import LEAST, Queries, draw, far
+from longtrain.methods.query_positions import LEAST, Queries, draw, far
 from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
 from longtrain.methods.spec import Loss, Objective
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.methods.set_learning import SetLearning
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
-FIGURES = ("recall", "recall_oracle", "recall_window")
+METRICS = ("recall", "recall_oracle", "recall_window")
 
 
 class SetScorer(nn.Module):
-    """A module whose queries and keys score rows (`log_scores`)."""
+    """Base of modules whose queries and keys score KV entries (`log_scores`)."""
 
     sets: int
-    """Groups of layers, each with sets of its own."""
+    """Number of groups of layers, each with sets of its own."""
     heads: tuple[int, int]
     """Query heads and KV heads of such a group."""
     table_LG: Tensor
@@ -44,15 +44,15 @@ class SetScorer(nn.Module):
 
     @property
     def n_sets(self) -> int:
-        """Sets of a sequence: of each group of layers one a KV head."""
+        """Number of sets of a sequence: one per KV head and group of layers."""
         return self.sets * self.heads[1]
 
 
 @dataclass
 class ReadRow:
-    """A batch and what the target said about it.
+    """A batch and the target's outputs for it.
 
-    `q_LHRD` are its queries at the query rows of all documents, one document after another.
+    `q_LHRD` are its queries at the sampled positions of all documents, one document after another.
     """
 
     batch: Batch
@@ -63,69 +63,70 @@ class ReadRow:
 
 
 class SetObjective(Objective):
-    """KL of a module's weights from the target's attention, sampled query rows, sets and KV heads.
+    """KL from the target's attention to a module's weights, over sampled queries, sets and KV heads.
 
     The teacher of a set is the mean over the layers' KV heads that read it: the target's attention of the
-    query row, without the rows that are read in any case, the highest (or mean) of a KV head's query heads.
-    The student are the scores that choose, over the same rows. A query row counts as much as the attention
-    that its teacher has, or with `by_mass=False` all alike. A document's loss is the mean over its query rows
-    and over sets, times its labels. Subclasses say what queries and keys are made of.
+    query, without the entries that are always read, the maximum (or mean) over a KV head's query heads.
+    The student's scores are those that select, over the same entries. A query counts as much as the attention
+    that its teacher has, or with `by_mass=False` all alike. A document's loss is the mean over its queries
+    and over sets, times its labels. Subclasses define the inputs of queries and keys.
 
     Args:
-        module: scores rows.
-        target: frozen.
+        module: scores KV entries.
+        target: the frozen target.
         config: hyperparameters.
 
-    Note: KL to a mean over layers differs from the mean of KLs by what does not depend on the module.
+    Note: KL to a mean over layers differs from the mean of KLs by a term that does not depend on the module.
     """
 
     module: SetScorer
     target: Target
     hidden: tuple[int, ...] = ()
-    """The target's outputs that are wanted."""
+    """Hidden states of the target that are needed."""
     key_offset = 0
-    """Row s of the target is scored by the key of row s + `key_offset`."""
+    """Token s of the target is scored by the key of token s + `key_offset`."""
 
     def __init__(self, module: SetScorer, target: Target, config: SetLearning) -> None:
         super().__init__()
         self.module, self.target, self.learning = module, target, config
-        self._told = False
+        self._warned = False
 
     def queries(self, row: ReadRow, at_R: Tensor, drawn: slice) -> Tensor:
-        """The module's queries q_RHD, [R, X * H, D].
+        """Return the module's queries q_RHD, [R, X * H, D].
 
         Args:
-            row: what the target said.
-            at_R: the query rows, counted from the packed row's first.
-            drawn: which they are among those that were drawn.
+            row: the target's outputs.
+            at_R: positions of the queries in the packed sequence.
+            drawn: their range among the sampled queries.
         """
         raise NotImplementedError
 
     def keys(self, row: ReadRow, start: int, stop: int) -> Tensor:
-        """The module's keys of packed rows start..stop, [stop - start, G or X * G, D]."""
+        """Return the module's keys of tokens start..stop, [stop - start, G or X * G, D]."""
         raise NotImplementedError
 
-    def learned(self, teacher: Teacher, law_XRS: Tensor, rows: int) -> None:
-        """While training, after some query rows: the log-weights of far rows, of which so many are chosen."""
+    def learned(self, teacher: Teacher, probs_XRS: Tensor, rows: int) -> None:
+        """Hook, called in training with a block's log-weights of far entries, and their budget."""
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over documents.
+        """Return the sum over documents.
 
-        Figures: `loss`; `recall`, the share of the teacher's attention in the module's sets of `recall_rows`
-        rows; `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
+        Metrics: `loss`; `recall`, the share of the teacher's attention that the module's sets of
+        `recall_entries` entries cover; `recall_oracle`, the share that the teacher's own sets cover;
+        `recall_window`, the share of the last tokens.
         """
         row = self._read(batch)
-        if not row.queries and not self._told:
-            self._told = True
+        if not row.queries and not self._warned:
+            self._warned = True
             log.warning(
-                "nothing is learned of the row of %s, and not of others like it: its documents have fewer "
+                "nothing is learned from the sequence of %s, nor from similar ones: its documents have fewer "
                 "than %d tokens, or no label behind their first quarter (their first %d if they are long)",
                 ", ".join(batch.names[:4]) or "a batch",
                 4 * LEAST, 2 * (self.learning.sinks + self.learning.window),
             )  # fmt: skip
         tokens = sum(one.labels for one in row.queries)
         device, T = batch.ids_T.device, len(batch.ids_T)
-        sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(METRICS) + 1, dtype=torch.float64, device=device)
         blocks = self._blocks(row.queries)
 
         def step(i: int, k_TGD: Tensor) -> Tensor:
@@ -136,28 +137,28 @@ class SetObjective(Objective):
         shared = SharedRows(lambda b: (self.keys(row, *edges[b : b + 2]),), len(edges) - 1)
         total = chunked_sum(step, len(blocks), self.module.parameters(), shared=shared)
         *held, rows = sums
-        figures = {"loss": (total.detach(), torch.full((), tokens, device=device))}
-        figures |= {name: (value, rows) for name, value in zip(FIGURES, held, strict=True)}
+        metrics = {"loss": (total.detach(), torch.full((), tokens, device=device))}
+        metrics |= {name: (value, rows) for name, value in zip(METRICS, held, strict=True)}
         labels = int((batch.loss_mask_T if batch.host_mask_T is None else batch.host_mask_T).sum())
-        return Loss(total, labels, figures)
+        return Loss(total, labels, metrics)
 
     @torch.no_grad()
     def _read(self, batch: Batch) -> ReadRow:
-        """Draw query rows and run the target over the packed row, keeping its keys and those queries."""
+        """Draw queries and run the target over the packed sequence, recording its keys and those queries."""
         row = ReadRow(batch, {}, draw(self.learning, batch))
         at_R = torch.cat([one.start + one.at_R for one in row.queries] or [torch.zeros(0).long()])
         at_R = at_R.to(batch.ids_T.device, non_blocking=True)
 
-        def watch(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        def hook(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
             row.q_LHRD[layer], row.k_LGTD[layer] = q_BHTD[0][:, at_R], k_BGTD[0]
 
-        pos_T = packed_rows.positions(batch.bounds).to(batch.ids_T.device, non_blocking=True)
-        want = Want("none", hidden=self.hidden)
-        row.hidden = self.target.packed(batch.ids_T, pos_T, batch.bounds, want, watch=watch).hidden
+        pos_T = packed_sequences.positions(batch.bounds).to(batch.ids_T.device, non_blocking=True)
+        outputs = OutputRequest("none", hidden=self.hidden)
+        row.hidden = self.target.packed(batch.ids_T, pos_T, batch.bounds, outputs, hook=hook).hidden
         return row
 
     def _blocks(self, queries: list[Queries]) -> list[tuple[int, int, int]]:
-        """(document, first query row, end) of blocks whose scores have a bounded size."""
+        """Return (document, first query, end) of blocks whose scores have a bounded size."""
         heads = self.module.sets * self.module.heads[0]
         found = []
         for doc, one in enumerate(queries):
@@ -167,7 +168,7 @@ class SetObjective(Objective):
         return found
 
     def _block(self, row: ReadRow, doc: int, start: int, stop: int, k_TGD: Tensor, sums: Tensor) -> Tensor:
-        """The loss of some query rows of a document."""
+        """Return the loss of some queries of a document."""
         one, config, module = row.queries[doc], self.learning, self.module
         device = k_TGD.device
         at_R = one.at_R[start:stop].to(device, non_blocking=True)
@@ -185,28 +186,31 @@ class SetObjective(Objective):
         )
         mass_XRS, members_X = teacher.sets(module.table_LG, module.n_sets)
         q_RHD = self.queries(row, one.start + at_R, drawn)
+        # the key of token s + key_offset moves to index s
         k_SGD = k_TGD[one.start : one.stop].roll(-self.key_offset, 0)
         past_RS = slot_S < at_R[:, None] - self.key_offset
+        # student: the module's scores of far keys, normalised over them
         score_XRS = log_scores(
             q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1], scale=q_RHD.shape[-1] ** -0.5
         )
-        law_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
-        cross_XR = -(mass_XRS * law_XRS.masked_fill(~far_RS, 0.0)).sum(-1)
+        probs_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
+        cross_XR = -(mass_XRS * probs_XRS.masked_fill(~far_RS, 0.0)).sum(-1)
         whole_XR = mass_XRS.sum(-1)
+        # entropy terms that make the cross-entropy a KL; constant in the module
         own_XR = -torch.special.entr(mass_XRS).sum(-1) + torch.special.entr(whole_XR)
         loss_XR = cross_XR + own_XR
-        budget = config.recall_rows - config.sinks - config.window
+        budget = config.recall_entries - config.sinks - config.window
         if config.recall_weight:
-            held_XR = soft_share(mass_XRS, law_XRS, far_RS, budget)
+            held_XR = soft_share(mass_XRS, probs_XRS, far_RS, budget)
             loss_XR = loss_XR + config.recall_weight * (whole_XR - held_XR)
         used_X = members_X > 0
         with torch.no_grad():
-            chosen = law_XRS[used_X]
+            chosen = probs_XRS[used_X]
             latest = slot_S.to(chosen.dtype).expand_as(chosen).masked_fill(~far_RS, -torch.inf)
             for i, order in enumerate((chosen, mass_XRS[used_X].masked_fill(~far_RS, -1.0), latest)):
                 sums[i] += share_held(mass_XRS[used_X], order, budget).mean(0).sum()
             sums[-1] += whole_XR[used_X].mean(0).sum()
             if module.training:
-                self.learned(teacher, law_XRS, budget)
+                self.learned(teacher, probs_XRS, budget)
         weight = one.labels / len(one.at_R)
         return weight * loss_XR[used_X].mean(0).sum()

@@ -1,6 +1,6 @@
-"""All that training, export and runtime know of a method.
+"""Defines `MethodSpec`, which describes a method to training, export and inference, and `Objective`.
 
-Shapes: T tokens of one packed row.
+Shapes: T tokens of one packed sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 
 from longtrain.costs.method import MethodCost
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 
 if TYPE_CHECKING:
     from longtrain.data.config import DataConfig
-    from longtrain.data.rows.prepared import Prepared
+    from longtrain.data.packing.prepared import Prepared
     from longtrain.decoding.roles import Parts
     from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def fitted(module: M, target: Target) -> M:
-    """The module in the target's dtype and on its device; a copy where they differ."""
+    """Return the module in the target's dtype and on its device; a copy if these differ."""
     weight = next(module.parameters())
     if (weight.dtype, weight.device) == (target.dtype, target.device):
         return module
@@ -37,44 +37,44 @@ def fitted(module: M, target: Target) -> M:
 
 @dataclass(frozen=True)
 class Loss:
-    """A micro-batch's loss: the *sum* over its supervised labels (or documents), and figures to log.
+    """A micro-batch's loss: the *sum* over its labels (or documents), and metrics to log.
 
     Args:
-        total: scalar with a gradient; sum over labels, or over documents with labels where the objective says
-            `per_document`. The trainer divides by the optimizer step's global count of them.
-        tokens: labels summed over.
-        figures: name -> (sum, count), detached; pooled over micro-batches and ranks before they are divided.
+        total: scalar with a gradient; sum over labels, or over documents with labels if the objective is
+            `per_document`. The trainer divides by the optimiser step's global count of them.
+        tokens: number of labels in the sum.
+        metrics: name -> (sum, count), detached; added over micro-batches and ranks before they are divided.
     """
 
     total: Tensor
     tokens: int
-    figures: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Objective(nn.Module):
-    """Maps a batch to a loss. Holds the trained `module` and the frozen `target` (or None).
+    """Maps a batch to a loss, with the trained `module` and the frozen `target` (or None).
 
-    The target is held beside the tree of modules: nothing that a trainer does to what it trains (moving,
-    casting, broadcasting, sharding, saving) reaches it.
+    The target is kept outside of the tree of modules: nothing that a trainer does to what it trains (moving,
+    casting, broadcasting, sharding, saving) affects it.
     """
 
     module: nn.Module
     target: Target | None
 
     per_document: bool = False
-    """Whether a loss sums over documents with labels, and not over labels."""
+    """True if a loss sums over documents with labels, and not over labels."""
 
-    reads_top_law: bool = False
-    """Whether `PackedStep.top` serves where the LM head's input was wanted (stored features may be lean)."""
+    reads_top_tokens: bool = False
+    """True if `PackedStep.top` can replace the LM head's input (stored features may be lean)."""
 
     asks_target: bool = False
-    """Whether it also measures the target itself while it trains, which stored features cannot stand for."""
+    """True if it also measures the target itself while it trains, which stored features cannot replace."""
 
     parts: tuple[str, ...] = ()
-    """Children of `module` whose gradients are clipped each by its own norm; none: all by one norm."""
+    """Children of `module` whose gradients are clipped each by its own norm; empty: all by one norm."""
 
     lr_multipliers: Mapping[str, float] = {}
-    """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
+    """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` has precedence."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Keep `target` out of the modules."""
@@ -84,13 +84,13 @@ class Objective(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self, batch: Batch) -> Loss:
-        """The loss of one micro-batch."""
+        """Compute the loss of one micro-batch."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DataRun:
-    """What a data module must know of the run it serves.
+    """The facts of a run that a data module needs.
 
     Args:
         home: folder that holds `data/`.
@@ -118,7 +118,7 @@ class Imported:
     Args:
         config: the method's configuration as plain values.
         tensors: the module's state, by name.
-        target: what the folder says of the target; nothing else of it is compared.
+        target: the target's facts in the folder; nothing else of the target is compared.
         about: the format and who trained it, for provenance.
     """
 
@@ -130,21 +130,21 @@ class Imported:
 
 @dataclass(frozen=True)
 class Formats:
-    """Folders of a method's modules that other tools read or write.
+    """Other tools' folder formats that a method's modules can be read from or written to.
 
     Args:
-        names: what `export format=` takes.
-        patterns: names of the files that such a folder can have, for downloads.
-        reads: folder -> whether it holds a module of this method.
-        read: (folder, who trained it or None) -> the module; raises ArtifactError where it is damaged or does
-            not say what was trained.
+        names: values of `export format=`.
+        patterns: file name patterns of such a folder, for downloads.
+        reads: folder -> True if it contains a module of this method.
+        read: (folder, who trained it or None) -> the module; raises ArtifactError if it is damaged or does
+            not state what was trained.
         refuse: (format, config, the target's facts or None) -> None; raises ConfigError for what an engine
-            that reads the format would drop silently. Without the facts it checks what the settings tell.
+            that reads the format would drop silently. Without the facts it checks the settings alone.
         write: (format, tensors, config, target, provenance, the folder's name) -> its files, by their path
             in it; raises ConfigError for what an engine would drop silently.
         verify: (folder, target or None, who trained it or None) -> a line on each thing that was compared;
-            raises ArtifactError with all that is wrong.
-        serves: format -> the engines that read it, for people.
+            raises ArtifactError with all errors.
+        serves: format -> the engines that read it, for messages.
     """
 
     names: tuple[str, ...]
@@ -158,16 +158,16 @@ class Formats:
 
 
 Begin = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]
-"""(config, tensors of another method's artifact, its configuration) -> the module's first tensors."""
+"""(config, tensors of another method's artifact, its configuration) -> the module's initial tensors."""
 
 
 def _past_window(config: Any) -> int:
-    """Two windows of a draft that has one (a field `window`), else a short prompt."""
+    """Return two windows of a draft that has one (a field `window`), else a short prompt's length."""
     return 2 * int(getattr(config, "window", 64))
 
 
 def _nothing_trained(config: Any, info: TargetInfo | None) -> nn.Module:
-    """A module without tensors."""
+    """Return a module without tensors."""
     return nn.Module()
 
 
@@ -179,37 +179,37 @@ class MethodSpec:
         name: the folder's name, `method=NAME` on the command line.
         config: plain dataclass of hyperparameters (defaults: the paper's), in a module that imports no torch.
         paper: title and arXiv id.
-        build: (config, info) -> module that holds the trainable tensors and nothing else; the default is for
+        build: (config, info) -> module with the trainable tensors and nothing else; the default is for
             methods without training.
-        objective: (module, target, config) -> Objective; None where nothing is trained.
+        objective: (module, target, config) -> Objective; None if nothing is trained.
         attach: (module, target, config, inference keys) -> Parts for the engine.
-        export: (module, config, folder, provenance) -> None where the result is not an Artifact (the
+        export: (module, config, folder, provenance) -> None, if the result is not an Artifact (the
             reference target).
-        data: (config, keys of `data`, DataRun) -> data module, for a method that makes its own rows; None:
-            documents prepared with the target's tokenizer.
+        data: (config, keys of `data`, DataRun) -> data module, for a method that makes its own sequences;
+            None: documents prepared with the target's tokenizer.
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
         inference_keys: names of the keys that `attach` takes.
-        cache_law: config -> settings that texts on the cache it brings follow from, with a draft and without;
-            None where they depend on the draft too. None: it brings no cache.
-        golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
+        text_settings: config -> settings that decide the text generated on the method's own cache, with a
+            draft or without; None if the draft's settings do too. None: it has no cache of its own.
+        golden_keys: inference keys with which golden outputs are recorded, if `attach` needs some.
         golden_others: (config, the target's facts) -> inference keys of parts that other machines run in
             place of the golden ones, and whose outputs differ by rounding alone: golden outputs allow for it.
-        check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
-        check_target: (config, the target's facts) -> None; raises ConfigError where a module with these
-            settings can be built for the target and is of no use.
+        check_data: (config, the data's config) -> None; raises ConfigError if the two are incompatible.
+        check_target: (config, the target's facts) -> None; raises ConfigError if a module with these
+            settings can be built for the target but is of no use.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
         formats: folders of other tools that it reads and writes; None: there are none.
         elsewhere: another tool -> how it loads the artifact's folder itself, as Markdown for the card;
-            `ADDRESS` stands for where that is, `TARGET` for the target.
-        from_data: (a fresh module, config, the target's facts, prepared data) -> facts for provenance: what
-            the module takes from the data before it is trained, the same on every rank.
+            `ADDRESS` is replaced by the folder's location, `TARGET` by the target.
+        from_data: (a new module, config, the target's facts, prepared data) -> facts for provenance: sets
+            what the module takes from the data before it is trained, the same on every rank.
         members: config -> the methods whose modules are children of this one, with their settings, by the
             child's name; each is exported as an artifact of its own. None: the module is one artifact.
-        begins: another method -> (config, its artifact's tensors and configuration) -> first tensors of a
-            module, for `init` with an artifact of that method; raises ConfigError where they do not fit.
-        cost: what training and decoding with it cost, for `plan` and `bench`.
+        begins: another method -> (config, its artifact's tensors and configuration) -> initial tensors of a
+            module, for `init` with an artifact of that method; raises ConfigError if they do not fit.
+        cost: memory, operations and bytes of training and decoding, for `plan` and `bench`.
     """
 
     name: str
@@ -222,7 +222,7 @@ class MethodSpec:
     data: Callable[[Any, Mapping[str, Any], DataRun], Any] | None = None
     golden_tokens: Callable[[Any], int] = _past_window
     inference_keys: tuple[str, ...] = ()
-    cache_law: Callable[[Any], dict[str, Any] | None] | None = None
+    text_settings: Callable[[Any], dict[str, Any] | None] | None = None
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     golden_others: Callable[[Any, TargetInfo], Sequence[Mapping[str, Any]]] = lambda config, info: ()
     check_data: Callable[[Any, DataConfig], None] | None = None

@@ -1,4 +1,4 @@
-"""The target's cache by a name: any, or plain or QuantSpec's beside a draft without training. No torch."""
+"""Builds the target's cache by name: any cache, or one beside an untrained draft. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 TargetCache = Annotated[str, OneOf("plain", "hierarchical")]
-"""What the target caches in: its own precision, or QuantSpec's hierarchical cache with its defaults."""
+"""Form of the target's cache: its own precision, or QuantSpec's hierarchical cache with its defaults."""
 
 
 def with_cache(parts: Parts, name: str, target: Target) -> Parts:
-    """A draft's parts, joined by the cache of this name; `plain` adds none."""
+    """Add the cache of this name to a draft's parts; `plain` adds none."""
     if name == "plain":
         return parts
     from longtrain.methods.quantspec.spec import SPEC
@@ -28,17 +28,17 @@ def with_cache(parts: Parts, name: str, target: Target) -> Parts:
     return parts.merge(SPEC.attach(SPEC.build(config, target.info), target, config, {}))
 
 
-def cache_law(config: Any) -> dict[str, Any] | None:
-    """The settings that texts follow from (`MethodSpec.cache_law`), which are those of the cache alone."""
+def text_settings(config: Any) -> dict[str, Any] | None:
+    """Return the settings that decide generated text (`MethodSpec.text_settings`): only the cache's."""
     from longtrain.methods.quantspec.spec import SPEC
 
-    assert SPEC.cache_law is not None
-    own = SPEC.cache_law(Config(draft=False)) if config.cache == "hierarchical" else None
+    assert SPEC.text_settings is not None
+    own = SPEC.text_settings(Config(draft=False)) if config.cache == "hierarchical" else None
     return own and {"name": SPEC.name, **own}
 
 
 def named_cache(cache: Named, target: Target) -> NewCache:
-    """Makes empty caches of a name, of a target's shape.
+    """Return a function that makes empty caches of this name, in the target's shape.
 
     Raises:
         ConfigError: no such cache or option, or a value that is not allowed.

@@ -1,1 +1,3 @@
-"""Between the words of the command line and the jobs: help, completion, checks, order, error lines."""
+"""Everything between the typed command line and the jobs: help, completion, checks, job order, error
+messages.
+"""

@@ -1,14 +1,14 @@
-"""The jobs of one command, one after the other: all are checked before the first begins."""
+"""Runs the jobs of one command in order, after all of them were checked."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.errors import ConfigError, Gathered
 from longtrain.jobs import CONFIGURED, JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
@@ -19,47 +19,34 @@ from longtrain.tables import printable
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+Step = tuple[str, RunConfig]
+"""A job's name, and its configuration."""
 FIXED = ("target", "decode", "select")
-"""Groups whose keys are read one by one, and are all in their files."""
+"""Groups whose keys are all listed in their files, so that unknown keys can be refused."""
 
 
 def run(cfg: DictConfig, given: Sequence[str]) -> None:
-    """Do the job that the command's word names, else the one or more that `job` lists, in this process.
+    """Run the job that the command's first word names, or else those that `job` lists, in this process.
 
-    With `dry_run=true` everything is checked and nothing is done.
+    With `dry_run=true` everything is checked and nothing is run.
 
     Args:
         cfg: the composed configuration.
-        given: the words of the command line as Hydra reads them.
+        given: the words of the command line in the form Hydra reads.
 
     Raises:
-        ConfigError: `job` names something that is not a job, or a value is not allowed.
-        ArtifactError: a job wants an artifact that is not there.
-        SystemExit: with code 130, when Ctrl-C ended a job; what is kept has been said.
+        ConfigError: `job` contains an unknown job, or a value is not allowed.
+        ArtifactError: a job needs an artifact that does not exist.
+        SystemExit: with code 130 after Ctrl-C; a message has listed what was kept.
     """
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    choices, words = hydra.runtime.choices, plain_words(hydra.overrides.task)
-    if cfg.name == naming.UNNAMED and not following.typed("name", words):  # our recipes have a name
-        cfg.name = naming.usual_name(cfg, choices)
-        if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(cfg)):
-            cfg.artifact = made[0] if len(made) == 1 else made
-    if not following.typed("data.name", words) and (data := naming.data_name(cfg)):
-        cfg.data.name = data
-    if hydra.mode == RunMode.MULTIRUN:
-        cfg.name = naming.swept_name(str(cfg.name), naming.swept(given, words), hydra.job.num)
+    words, first = plain_words(hydra.overrides.task), on_first_rank()
+    _name(cfg, given, words)
     jobs = _asked(cfg, str(hydra.job.config_name), given)
     _refuse_added(words, jobs, given)
-    first = on_first_rank()
-    fitted = following.fit_text(cfg, jobs, words)
-    if following.window_takes_minutes(cfg):
-        checks.check(_steps(cfg, jobs), words)
-    line, faults = following.fit_lengths(cfg, jobs, words)
-    checks.check(_steps(cfg, jobs), words, faults)
-    fitted += [*([line] if line else []), *memory.fit_memory(cfg, jobs, words)]
-    steps = _steps(cfg, jobs)
+    steps, fitted = _fitted(cfg, jobs, words)
     if first:
         sys.stderr.write("".join(f"longtrain: {line}\n" for line in fitted))
     if cfg.dry_run:
@@ -72,8 +59,8 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
     for place, (job, step) in enumerate(steps):
         if not first and job not in SHARED:
             continue
-        if step.artifact is None and "export" in jobs[:place] and (made := checks.exported(step)):
-            step.artifact = made[0] if len(made) == 1 else made
+        if "export" in jobs[:place] and step.values["artifact"] is None and (made := checks.exported(step)):
+            step = step.having(artifact=made[0] if len(made) == 1 else made)
         if first and not step.quiet:
             _show(step, job, words)
         try:
@@ -92,8 +79,44 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
         done.append(job)
 
 
+def _name(cfg: DictConfig, given: Sequence[str], words: Sequence[str]) -> None:
+    """Set the names of the run, its data and its artifact that the command does not set."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra, run = HydraConfig.get(), RunConfig.from_hydra(cfg)
+    choices = hydra.runtime.choices
+    if cfg.name == naming.UNNAMED and not following.typed("name", words):  # our recipes set a name
+        cfg.name = naming.usual_name(run, choices)
+        run = RunConfig.from_hydra(cfg)
+        if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(run)):
+            cfg.artifact = made[0] if len(made) == 1 else made
+    if not following.typed("data.name", words) and (data := naming.data_name(run)):
+        cfg.data.name = data
+    if hydra.mode == RunMode.MULTIRUN:
+        cfg.name = naming.swept_name(str(cfg.name), naming.swept(given, words), hydra.job.num)
+
+
+def _fitted(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple[list[Step], list[str]]:
+    """Adapt values of recipes and defaults to the text, the target's context window and the available memory.
+
+    Returns:
+        Each job with its checked configuration; and lines that report the changes.
+
+    Raises:
+        LongtrainError: errors of `checks.check`.
+    """
+    lines = following.fit_text(cfg, jobs, words)
+    if following.window_takes_minutes(RunConfig.from_hydra(cfg)):
+        checks.check(_steps(cfg, jobs), words)
+    line, faults = following.fit_lengths(cfg, jobs, words)
+    checks.check(_steps(cfg, jobs), words, faults)
+    lines += [*([line] if line else []), *memory.fit_memory(cfg, jobs, words)]
+    return _steps(cfg, jobs), lines
+
+
 def plain_words(overrides: Any) -> list[str]:
-    """The overrides of a run as Hydra read them: `${...}` in them stays what it is."""
+    """The overrides of a run as parsed by Hydra, with `${...}` unresolved."""
     from omegaconf import OmegaConf
 
     return [str(word) for word in OmegaConf.to_container(overrides, resolve=False) or ()]
@@ -109,12 +132,12 @@ def _asked(cfg: DictConfig, config_name: str, given: Sequence[str]) -> list[str]
 
 
 def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> None:
-    """Refuse a key that `+` adds and nobody reads: Hydra adds whatever it is told to.
+    """Refuse a key added with `+` that no code reads, since Hydra accepts any key there.
 
-    Groups that are read as typed settings refuse it by themselves.
+    Groups parsed as typed settings refuse unknown keys by themselves.
 
     Raises:
-        ConfigError: the key, and what is near.
+        ConfigError: an unknown key; the message suggests similar ones.
     """
     from omegaconf import OmegaConf
 
@@ -126,13 +149,15 @@ def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> No
             raise ConfigError(explain_key(key, given) or f"unknown key '{key}'")
 
 
-def _steps(cfg: DictConfig, jobs: Sequence[str]) -> list[tuple[str, DictConfig]]:
-    """Each job with its configuration as it stands."""
-    return [(job, _with_own_keys(cfg, job)) for job in jobs]
+def _steps(cfg: DictConfig, jobs: Sequence[str]) -> list[Step]:
+    """Each job with its configuration."""
+    return [(job, RunConfig.from_hydra(_with_own_keys(cfg, job))) for job in jobs]
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
-    """The configuration with the keys that only this job has, which a chained job would miss."""
+    """The configuration with the keys that only this job has, which a job listed in `job=` would otherwise
+    lack.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     step = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
@@ -145,20 +170,20 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
     return step
 
 
-def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
-    """What a job checks by itself before it works, for each; then one line, and no job is done."""
+def _only_check(steps: list[Step]) -> None:
+    """Run each job's own checks, print one line, and run no job."""
     _own_checks(steps)
     if not on_first_rank():
         return
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
-        f"dry run of {names}: no fault in what is checked before work begins; "
-        "GPUs, memory and the rows of data are checked later\n"
+        f"dry run of {names}: no error in what is checked before work begins; "
+        "GPUs, memory and the content of data are checked later\n"
     )
 
 
-def _own_checks(steps: list[tuple[str, DictConfig]]) -> None:
-    """What each job checks by itself before it works; all faults are told at once."""
+def _own_checks(steps: list[Step]) -> None:
+    """Run each job's own checks; all errors are reported together."""
     gathered = Gathered()
     for job, step in steps:
         own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
@@ -168,8 +193,10 @@ def _own_checks(steps: list[tuple[str, DictConfig]]) -> None:
     gathered.tell()
 
 
-def _show(cfg: DictConfig, job: str, words: Sequence[str]) -> None:
-    """Say on stderr, so that a job's own output can be piped, what was typed and where all keys are."""
+def _show(cfg: RunConfig, job: str, words: Sequence[str]) -> None:
+    """Print the typed overrides and the path of the full configuration to stderr, so that stdout can be
+    piped.
+    """
     from rich.console import Console
 
     recipe = [word for word in words if word.startswith("+recipe=")]
@@ -179,20 +206,20 @@ def _show(cfg: DictConfig, job: str, words: Sequence[str]) -> None:
     begun = f"{recipe[-1].lstrip('+')}" if recipe else "the defaults of this job"
     console.print(printable(f"{begun}{' with ' if typed else ''}{' '.join(typed)}"))
     kept = (
-        f"{CONFIGURED[job].format(run_dir=Path(cfg.run_dir), suite=cfg.suite.name)}, or "
+        f"{CONFIGURED[job].format(run_dir=cfg.run_dir, suite=cfg.suite.name)}, or "
         if job in CONFIGURED
         else ""
     )
     console.print(printable(f"all keys: {kept}longtrain config {' '.join([job, *words])}"))
 
 
-def _interrupted(cfg: DictConfig, job: str, done: list[str]) -> None:
-    """Say what Ctrl-C left of a job and how to go on; the shell is told that the command did not end.
+def _interrupted(cfg: RunConfig, job: str, done: list[str]) -> None:
+    """After Ctrl-C, report what a job left and how to continue, and exit with an error code.
 
     Raises:
         SystemExit: with code 130.
     """
-    kept = KEPT[job].format(run_dir=Path(cfg.run_dir), home=Path(cfg.home), suite=cfg.suite.name)
+    kept = KEPT[job].format(run_dir=cfg.run_dir, home=cfg.home, suite=cfg.suite.name)
     before = f" after {', '.join(done)}, of which all is kept" if done else ""
     sys.stderr.write(f"\nlongtrain: {job} was interrupted{before}; {kept}\n")
     raise SystemExit(130)

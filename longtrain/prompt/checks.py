@@ -1,6 +1,6 @@
-"""What is wrong with a list of jobs, said before the first begins: values, and what a later job would lack.
+"""Checks a list of jobs before the first begins: wrong values, and things that a later job would lack.
 
-Nothing that is right loads torch here, so that a mistake is told within a second.
+The checks do not import torch, so that mistakes are reported within a second.
 """
 
 from __future__ import annotations
@@ -9,71 +9,57 @@ import ctypes
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, artifact_kind, bundled_artifacts
-from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError, Gathered, LongtrainError
 from longtrain.files import read_json
-from longtrain.jobs.features import settings_of as features_of
-from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
+from longtrain.jobs import train_lock
+from longtrain.jobs.setup import NO_CUDA
 from longtrain.log import on_first_rank
 from longtrain.prompt import suite_checks, word_checks
-from longtrain.settings import (
-    AUTO,
-    Count,
-    CountOrZero,
-    Name,
-    NotNegative,
-    Text,
-    Tokens,
-    convert,
-    one_of,
-    read,
-)
+from longtrain.settings import AUTO, Name, convert, read
 from longtrain.targets.at_hand import folder_of, is_gguf, is_hub_id
 from longtrain.training import strategy
-from longtrain.training.optim import Optim
-from longtrain.training.settings import LoopConfig
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from longtrain.config import RunConfig
 
-Check = Callable[["DictConfig"], None]
+Check = Callable[["RunConfig"], None]
 
 WRITES_NOTHING = ("list", "inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
-"""Groups and keys of a command that training under the same name needs too."""
+"""Groups and keys of a command that must be repeated to train under the same name."""
 
 
 def check(
-    steps: Sequence[tuple[str, DictConfig]],
+    steps: Sequence[tuple[str, RunConfig]],
     words: Sequence[str] = (),
     faults: Sequence[LongtrainError] = (),
 ) -> None:
-    """Refuse jobs that cannot end well, before the first of them begins; all faults are told at once.
+    """Refuse jobs that cannot succeed, before the first of them begins; all errors are reported together.
 
     Args:
-        steps: job and its resolved configuration, in the order in which they are done.
-        words: the overrides of the command line, for the advice.
-        faults: what was found before, told together with these.
+        steps: jobs with their resolved configurations, in order.
+        words: the overrides of the command line, for advice in messages.
+        faults: earlier errors, to be reported together with these.
 
     Raises:
-        ConfigError: a value that is not allowed, or a job that nothing was made for.
-        ArtifactError: an artifact that is not there, and that no job before makes.
-        Faults: several of these.
+        ConfigError: a value is not allowed, or the input of a job is missing.
+        ArtifactError: an artifact does not exist, and no earlier job makes it.
+        Faults: several of these errors.
     """
     before: list[str] = []
     gathered = Gathered(faults)
     for job, cfg in steps:
         with gathered.one():
-            _common(cfg)  # the others rest on these keys
+            _common(cfg)  # the other checks depend on these keys
             for part in _parts(job, cfg, words, before):
                 with gathered.one():
                     part()
@@ -82,9 +68,9 @@ def check(
 
 
 def _parts(
-    job: str, cfg: DictConfig, words: Sequence[str], before: Sequence[str]
+    job: str, cfg: RunConfig, words: Sequence[str], before: Sequence[str]
 ) -> Iterator[Callable[[], None]]:
-    """The checks of a job that comes after others."""
+    """The checks of a job that follows other jobs."""
     yield partial(_target, cfg)
     if job not in WRITES_NOTHING:
         yield partial(_writable, cfg)
@@ -94,87 +80,90 @@ def _parts(
         yield partial(_exportable, cfg)
     elif job == "export":
         yield partial(_replaceable, cfg)
-    if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
-        yield partial(_brought, cfg, words, exported="export" in before)
+    if job in ("generate", "serve", "demo", "eval"):
+        yield partial(_brought, cfg, words, exported="export" in before, compares=job == "eval")
 
 
-def _brought(cfg: DictConfig, words: Sequence[str], *, exported: bool) -> None:
-    """The artifacts that are named are there, or an export before makes them."""
+def _brought(cfg: RunConfig, words: Sequence[str], *, exported: bool, compares: bool) -> None:
+    """Check that the named artifacts exist, or that an earlier export makes them.
+
+    Args:
+        cfg: the job's configuration.
+        words: of the command line.
+        exported: an export comes before this job.
+        compares: the job may be about two finished runs (`eval compare=`), and then needs none.
+    """
+    if compares and cfg.evaluation.compare is not None:
+        return
     made = exported and _own(cfg)
-    for name in artifact_names(cfg):
+    for name in cfg.artifacts:
         if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
             _there(cfg, name, words)
             _as_exported(cfg, name, words)
 
 
-def exported(cfg: DictConfig) -> list[str]:
-    """The artifacts that an export under the name of the run left: one, or one for each member.
+def exported(cfg: RunConfig) -> list[str]:
+    """Names of the artifacts that an export under the run's name writes: one, or one for each member.
 
-    A method that trains a target leaves none.
+    A method that trains a target writes none.
     """
-    own = Path(cfg.home) / "checkpoints" / str(cfg.name)
+    own = cfg.checkpoints / cfg.name
     return [str(file.parent) for file in (sorted(own.glob(MANIFEST)) or sorted(own.glob(f"*/{MANIFEST}")))]
 
 
-def _common(cfg: DictConfig) -> None:
-    convert(cfg.seed, int, "seed")
-    convert(cfg.name, Name, "name")
-    if cfg.get("data") and "name" in cfg.data:
-        convert(cfg.data.name, Name, "data.name")
-    for key in ("home", "run_dir"):
-        convert(cfg[key], Text, key)
-    convert(cfg.quiet, bool, "quiet")
+def _common(cfg: RunConfig) -> None:
+    """Check the keys that every job has."""
+    _ = cfg.seed, cfg.name
+    if "name" in cfg.data_values:
+        convert(cfg.data_values["name"], Name, "data.name")
+    _ = cfg.home, cfg.run_dir, cfg.quiet
 
 
-def _target(cfg: DictConfig) -> None:
-    """The keys of the target are right, and it is there if it is a folder."""
-    for key in TARGET_KEYS:
-        target_key(cfg, key)
-    if cfg.target and cfg.target.path:
-        where = str(cfg.target.path)
+def _target(cfg: RunConfig) -> None:
+    """Check the target's keys, and that a local folder exists."""
+    if where := cfg.target.path:
         place = Path(where).expanduser()
         there = where == "tiny" or (place.is_file() if is_gguf(where) else place.is_dir())
         if not there and not is_hub_id(where):
-            folder_of(where)  # it says what is allowed
+            folder_of(where)  # the error lists what is allowed
 
 
-def _writable(cfg: DictConfig) -> None:
-    """Folders can be made where outputs go: one is made for a moment, since permissions do not say it all."""
-    for key in ("home", "run_dir"):
-        folder = Path(cfg[key]).expanduser().absolute()
+def _writable(cfg: RunConfig) -> None:
+    """Check that output folders can be created, by creating one temporarily: permission bits are not
+    sufficient.
+    """
+    for key, place in (("home", cfg.home), ("run_dir", cfg.run_dir)):
+        folder = place.expanduser().absolute()
         there = next(one for one in (folder, *folder.parents) if os.access(one, os.F_OK))
         try:
             Path(tempfile.mkdtemp(prefix=".longtrain-", dir=there)).rmdir()
         except OSError as error:
             raise ConfigError(
-                f"{key}={cfg[key]} cannot be written to ({there}: {error.strerror}); pass home=FOLDER, or "
-                "set LONGTRAIN_HOME"
+                f"{key}={cfg.values[key]} cannot be written to ({there}: {error.strerror}); pass "
+                "home=FOLDER, or set LONGTRAIN_HOME"
             ) from None
 
 
-def _method(cfg: DictConfig) -> None:
-    if cfg.method is not None:
-        read(methods.config_class(str(cfg.method.name)), plain(cfg.method), "method", ignore=("name",))
+def _method(cfg: RunConfig) -> None:
+    """Check the method's settings, if one is chosen."""
+    _ = cfg.method and cfg.method.settings
 
 
-def _trained(cfg: DictConfig) -> None:
-    """A method is chosen, its settings are right, and it has a target where it needs one."""
-    if cfg.method is None:
-        raise ConfigError(
-            "no method is chosen (method=null); pass +recipe=NAME, or method=NAME with one of: "
-            f"{', '.join(methods.names())}"
-        )
-    _method(cfg)
-    if not (cfg.target and cfg.target.path) and methods.get(str(cfg.method.name)).export is None:
-        raise ConfigError(NO_TARGET)
+def _trained(cfg: RunConfig) -> None:
+    """Check that a method is chosen, that its settings are valid, and that it has a target if it
+    needs one.
+    """
+    method = cfg.trained_method
+    _ = method.settings
+    if not methods.trains_target(method.name):
+        cfg.target.required_path()
 
 
-def _training(cfg: DictConfig) -> None:
-    """The groups that only training has are right."""
-    optim = read(Optim, plain(cfg.optim), "optim")
-    loop = read(LoopConfig, plain(cfg.trainer), "trainer")
+def _training(cfg: RunConfig) -> None:
+    """Check the groups that only training reads."""
+    optim, loop = cfg.optim, cfg.trainer
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
-    device = target_key(cfg, "device")
+    device = cfg.target.device
     if device not in (AUTO, loop.accelerator):
         raise ConfigError(
             f"target.device={device}: training puts the target where trainer.accelerator={loop.accelerator} "
@@ -182,19 +171,19 @@ def _training(cfg: DictConfig) -> None:
         )
 
 
-def _begins(cfg: DictConfig) -> None:
-    """What training starts from, or reads in the target's place, is there."""
-    features_of(cfg)
+def _begins(cfg: RunConfig) -> None:
+    """Check that the artifact or stored features that training starts from exist."""
+    _ = cfg.features
     if cfg.init:
-        _there(cfg, str(cfg.init))
+        _there(cfg, cfg.init)
 
 
-def _cuda(cfg: DictConfig) -> None:
-    """Refuse training on a GPU where no CUDA driver is; torch, which knows it all, is asked later.
+def _cuda(cfg: RunConfig) -> None:
+    """Refuse GPU training without a CUDA driver; torch, which knows more, is asked later.
 
-    A dry run, which may be done where a job is sent from, only says so.
+    A dry run, which may be run on a login node, only prints a note.
     """
-    accelerator = str(cfg.trainer.get("accelerator"))
+    accelerator = cfg.values["trainer"].get("accelerator")
     if accelerator not in ("cuda", "gpu") or sys.platform != "linux":
         return
     if "rocm" in version("torch"):
@@ -207,61 +196,49 @@ def _cuda(cfg: DictConfig) -> None:
         sys.stderr.write(f"longtrain: here a run would be refused: {NO_CUDA.format(accelerator)}\n")
 
 
-def _resume(cfg: DictConfig) -> None:
-    resume = str(cfg.resume)
+def _resume(cfg: RunConfig) -> None:
+    resume = cfg.resume
     if resume not in ("auto", "never") and not Path(resume).exists():
         raise ConfigError(
             f"no checkpoint at resume={resume}; allowed: auto, never or the path of a checkpoint"
         )
 
 
-def _data(cfg: DictConfig) -> None:
-    """The documents of a mixture; a method that reads its own corpus has other keys."""
-    values = plain(cfg.get("data"))
-    if isinstance(values, Mapping) and "sources" in values:
+def _data(cfg: RunConfig) -> None:
+    """Check the documents of a mixture; a method with its own corpus has other keys."""
+    if "sources" in cfg.data_values:
         from longtrain.data.read.files import need, place
 
-        for source in DataConfig.parse(values).sources:
+        for source in cfg.data.sources:
             if source.reader == "synthetic" or (source.optional and not source.where):
                 continue
             where = need(source.where, source.reader)
             if (
                 source.reader in ("text", "jsonl", "conversations") and on_first_rank()
-            ):  # others read what it made
+            ):  # other jobs read the prepared data
                 place(where)
 
 
-def _decode(cfg: DictConfig) -> None:
-    kinds: dict[str, Any] = {
-        "temperature": NotNegative,
-        "top_k": CountOrZero,
-        "max_new_tokens": Tokens,
-        "keep": Count | None,
-        "law": one_of([AUTO, "point", "iid", "no_replace"]),
-        "shape": one_of([AUTO]) | tuple[Count, ...],
-        "menu": tuple[tuple[Count, ...], ...] | None,
-    }
-    for key, kind in kinds.items():
-        if key in cfg.decode:
-            convert(plain(cfg.decode[key]), kind, f"decode.{key}")
+def _decode(cfg: RunConfig) -> None:
+    """Check the keys of `decode`."""
+    _ = cfg.decode
 
 
-def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
-    """Refuse typed keys of a method that are not those of its artifact, which keeps its own."""
+def _as_exported(cfg: RunConfig, name: str, words: Sequence[str]) -> None:
+    """Refuse method keys that differ from an artifact's stored settings, which cannot be changed."""
     place = _place(cfg, name)
     file = (place if place.exists() else bundled_artifacts().get(name, place)) / MANIFEST
     keys = [word.partition("=")[0].removeprefix("method.") for word in words if word.startswith("method.")]
     if not keys or cfg.method is None or not file.is_file():
         return
-    kind = methods.config_class(str(cfg.method.name))
-    given: object = read(kind, plain(cfg.method), "method", ignore=("name",))
+    kind, given = methods.config_class(cfg.method.name), cfg.method.settings
     try:
         manifest = read_json(file)
         if manifest["method"] != cfg.method.name:
             return
         kept: object = read(kind, methods.without_gone(manifest["config"]), "method")
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
-        return  # a damaged artifact; whoever loads it says so
+        return  # a damaged artifact raises an error when it is loaded
     for key in (key.partition(".")[0] for key in keys):
         if getattr(given, key) != getattr(kept, key):
             raise ConfigError(
@@ -270,50 +247,48 @@ def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
             )
 
 
-def _prompt(cfg: DictConfig) -> None:
+def _prompt(cfg: RunConfig) -> None:
     from longtrain.jobs import generate
 
     generate.check(cfg)
 
 
-def _shown(cfg: DictConfig) -> None:
+def _shown(cfg: RunConfig) -> None:
     from longtrain.jobs import generate
 
-    generate.check_prompt_file(cfg)
+    generate.check_prompt_file(cfg.generate)
 
 
-def _plan(cfg: DictConfig) -> None:
+def _plan(cfg: RunConfig) -> None:
     from longtrain.jobs import plan
 
     plan.check(cfg)
 
 
-def _inspected(cfg: DictConfig) -> None:
-    for name in artifact_names(cfg):
+def _inspected(cfg: RunConfig) -> None:
+    for name in cfg.artifacts:
         _there(cfg, name)
 
 
-def _alone(cfg: DictConfig) -> None:
-    from longtrain.jobs import train
-
-    train.refuse_second(cfg)
+def _alone(cfg: RunConfig) -> None:
+    train_lock.refuse_running(cfg)
 
 
-def _replaceable(cfg: DictConfig) -> None:
-    """What stands where the trained modules will be written is an older artifact, or nothing."""
-    if cfg.method is None or methods.trains_target(str(cfg.method.name)):
+def _replaceable(cfg: RunConfig) -> None:
+    """Check that the export path holds an older artifact, or nothing."""
+    if cfg.method is None or methods.trains_target(cfg.method.name):
         return
-    config: Any = read(
-        methods.config_class(str(cfg.method.name)), plain(cfg.method), "method", ignore=("name",)
-    )
+    config = cfg.method.settings
     members = config.chosen() if hasattr(config, "chosen") else ("",)
     for folder in (_own(cfg) / name for name in members):
         artifact_kind(folder).refuse_other(folder)
 
 
-def _apart(cfg: DictConfig) -> None:
-    """An artifact goes beside others and not into one, which could not be exported again then."""
-    own, base = _own(cfg), (Path(cfg.home) / "checkpoints").absolute()
+def _apart(cfg: RunConfig) -> None:
+    """Check that an artifact is not exported into another artifact's folder, which would block its next
+    export.
+    """
+    own, base = _own(cfg), cfg.checkpoints.absolute()
     for folder in own.parents:
         if folder == base:
             break
@@ -327,7 +302,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "train": (_alone, _trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
     "export": (_method, word_checks.exported, _apart),
-    "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
+    "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
     "serve": (_method, _decode),
     "demo": (_shown, _decode),
@@ -335,37 +310,37 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "plan": (_method, _plan),
     "inspect": (_inspected,),
 }
-"""Job -> what is checked of its configuration."""
+"""Job -> the checks of its configuration."""
 
 
-def _exportable(cfg: DictConfig) -> None:
-    """Something was trained under this name, unless the job is about a folder or an artifact."""
+def _exportable(cfg: RunConfig) -> None:
+    """Check that a module was trained under this name, unless the job names a folder or an artifact."""
     own = _own(cfg)
     shipped = () if own.is_dir() else bundled_artifacts()
-    named = [name for name in artifact_names(cfg) if _place(cfg, name) != own or name in shipped]
-    again = cfg.format is not None or cfg.push is not None
-    if cfg.verify is not None or (again and (named or own.is_dir())):
+    named = [name for name in cfg.artifacts if _place(cfg, name) != own or name in shipped]
+    again = cfg.export.format is not None or cfg.push is not None
+    if cfg.export.verify is not None or (again and (named or own.is_dir())):
         return
-    where = Path(cfg.run_dir) / "train" / "checkpoints"
+    where = cfg.run_dir / "train" / "checkpoints"
     if not any(where.glob("*.ckpt")):
         raise ConfigError(f"nothing was trained under name={cfg.name}: no checkpoint in {where}; train first")
 
 
-def _own(cfg: DictConfig) -> Path:
-    return (Path(cfg.home) / "checkpoints" / str(cfg.name)).absolute()
+def _own(cfg: RunConfig) -> Path:
+    return (cfg.checkpoints / cfg.name).absolute()
 
 
-def _place(cfg: DictConfig, name: str) -> Path:
-    """Where an artifact of this name lies, or would lie."""
-    below = Path(cfg.home) / "checkpoints" / name
+def _place(cfg: RunConfig, name: str) -> Path:
+    """The path of an artifact of this name, existing or not."""
+    below = cfg.checkpoints / name
     return (Path(name) if Path(name).is_dir() or name.startswith((".", "/", "~")) else below).absolute()
 
 
-def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
-    """An artifact is in its place, or may be on the Hub.
+def _there(cfg: RunConfig, name: str, words: Sequence[str] = ()) -> None:
+    """Check that an artifact exists locally, or may be on the Hub.
 
     Raises:
-        ArtifactError: it is not, and what makes it.
+        ArtifactError: it does not exist; the message says how to make it.
     """
     place, own = _place(cfg, name), _own(cfg)
     if place.exists() or name in (shipped := bundled_artifacts()):
@@ -373,7 +348,7 @@ def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
     mine = cfg.method is not None and own in (place, *place.parents)
     if not mine and (name.startswith("hub:") or (name.count("/") == 1 and name[0] not in "./~")):
         return
-    there = sorted(file.parent.name for file in (Path(cfg.home) / "checkpoints").glob(f"*/{MANIFEST}"))
+    there = sorted(file.parent.name for file in cfg.checkpoints.glob(f"*/{MANIFEST}"))
     known = f"there: {', '.join(there) or 'none'}"
     if not mine:
         raise ArtifactError(
@@ -381,7 +356,7 @@ def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
             f"({known}), nor one that ships with longtrain ({', '.join(sorted(shipped))}); pass one that is "
             "there"
         )
-    trained = any((Path(cfg.run_dir) / "train" / "checkpoints").glob("*.ckpt"))
+    trained = any((cfg.run_dir / "train" / "checkpoints").glob("*.ckpt"))
     again = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in REPEATED]
     make = ["longtrain export" if trained else "longtrain job=[train,export]", *again]
     raise ArtifactError(

@@ -1,4 +1,4 @@
-"""One line for every error the command line can meet: what is wrong, and what there is instead."""
+"""Turns every error of the command line into one line: the problem, and the alternatives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longtrain.assets import asset_dir
-from longtrain.errors import LongtrainError
+from longtrain.errors import LongtrainError, now_called
 from longtrain.files import FULL
 from longtrain.prompt.grammar import in_list
 from longtrain.prompt.store import own_folder
@@ -19,7 +19,7 @@ OWN = {
     "recipe": "; your own: --config-dir FOLDER +recipe=NAME, from FOLDER/recipe/NAME.yaml",
     "target": "; your own: target.path=FOLDER, or a Hub id target.path=ORG/NAME",
 }
-"""Group -> how an option of the user's own is named."""
+"""Group -> how to name an option of the user's own."""
 PLACES = {
     errno.EACCES,
     errno.EPERM,
@@ -29,19 +29,19 @@ PLACES = {
     errno.EDQUOT,
     errno.ENAMETOOLONG,
 }
-"""Errors of a place that cannot be written to or read."""
+"""Error numbers for paths that cannot be read or written."""
 
 
 SHOWN = 200
-"""Characters of a long text's beginning and end that are shown."""
+"""Characters shown of the beginning and of the end of a long text."""
 
 
 def explain(error: BaseException, words: Sequence[str] = ()) -> str:
-    """What to print: our own errors as they are, Hydra's with what exists, others with their type.
+    """The message for an error: our own unchanged, Hydra's with the existing options, others with their type.
 
     Args:
-        error: what ended the command.
-        words: of the command line, as Hydra reads them.
+        error: the exception that ended the command.
+        words: words of the command line in the form Hydra reads.
     """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -58,12 +58,13 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str:
         return line
     if type(error).__name__ == "OutOfMemoryError":
         said = ". ".join(line.split(". ")[:2])
-        return f"{said}; shorten the rows or prompts, or lower the batch (HYDRA_FULL_ERROR=1 shows where)"
+        advice = "shorten the packed sequences or prompts, or lower the batch"
+        return f"{said}; {advice} (HYDRA_FULL_ERROR=1 shows where)"
     return f"{_in_words(error, line)} (HYDRA_FULL_ERROR=1 shows where)"
 
 
 def _in_words(error: BaseException, line: str) -> str:
-    """A sentence on an error of Python's or of a library, which nobody nearer to it has put into words."""
+    """A sentence for an error of Python or a library that has no message of our own."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{_short(error.filename or line)}: no file can have so long a name; pass a shorter one"
     if isinstance(error, OSError) and error.filename is not None and error.errno in PLACES:
@@ -73,7 +74,7 @@ def _in_words(error: BaseException, line: str) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return f"the output cannot be written: {error.strerror}"
     if isinstance(error, MemoryError):
-        return "this machine has not enough memory for it; lower what is large (rows, prompts, batches)"
+        return "this machine has not enough memory for it; lower what is large (sequences, prompts, batches)"
     if isinstance(error, RecursionError):
         return "a file is nested too deeply to be read, or a template calls itself without an end"
     if isinstance(error, UnicodeDecodeError):
@@ -82,13 +83,15 @@ def _in_words(error: BaseException, line: str) -> str:
 
 
 def _short(text: Any) -> str:
-    """A text with its middle left out where it is long."""
-    said = str(text)
-    return said if len(said) <= 2 * SHOWN else f"{said[:SHOWN]}...{said[-SHOWN:]}"
+    """Shorten a long text by omitting its middle."""
+    shown = str(text)
+    return shown if len(shown) <= 2 * SHOWN else f"{shown[:SHOWN]}...{shown[-SHOWN:]}"
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the shortest known word that begins so, else the closest one, or nothing."""
+    """`; did you mean X?` for the shortest known word with this prefix, else the closest one, or an empty
+    string.
+    """
     known = list(known)
     begun = sorted((one for one in known if len(word) > 2 and one.startswith(word)), key=len)
     close = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -96,7 +99,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def _explain_override(text: str, words: Sequence[str]) -> str:
-    """A message for the overrides people mistype; empty for any other error of Hydra's."""
+    """A message for commonly mistyped overrides; empty for any other Hydra error."""
     if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
         group, option = found.groups()
         known = re.findall(r"^\t(\S+)$", text, re.M)
@@ -117,14 +120,15 @@ def _explain_override(text: str, words: Sequence[str]) -> str:
 
 
 def explain_key(key: str, args: Sequence[str]) -> str:
-    """Which keys there are at the place of an unknown one; composes again with the group choices alone.
+    """List the keys that exist next to an unknown key, after composing the configuration from group choices
+    only.
 
     Args:
-        key: that is not there.
-        args: the words of the command line, as Hydra reads them.
+        key: the unknown key.
+        args: words of the command line in the form Hydra reads.
 
     Returns:
-        The message; empty where the groups that are chosen do not compose.
+        The message; empty if the chosen groups do not compose.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -139,7 +143,7 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     try:
         with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
             node: Any = hydra.compose(job, overrides=[*groups, *places])
-    except Exception:  # what is wrong is in a file, not in the words
+    except Exception:  # the error is in a file, not in the typed words
         return ""
     worded = any(arg.startswith("--config-name=") for arg in args)
     if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
@@ -154,6 +158,8 @@ def explain_key(key: str, args: Sequence[str]) -> str:
         node, trail = node[part], f"{trail}{part}."
         part, *rest = rest
     known = sorted(f"{trail}{name}" for name in node)
+    if hint := now_called(part):
+        return f"unknown key '{key}'{hint}"
     where = f" in {trail[:-1]}" if trail else ""
     groups = [name for name in node if trail or name != "suite" or job in SUITE_JOBS]
     below = [f"{trail}{name}.{part}" for name in groups if not rest and _holds(node, name, part)]
@@ -162,15 +168,15 @@ def explain_key(key: str, args: Sequence[str]) -> str:
 
 
 def _holds(node: Any, name: str, key: str) -> bool:
-    """Whether what a configuration has under a name is a mapping with that key."""
+    """True if the node has a mapping under `name` that contains `key`."""
     from omegaconf import DictConfig
 
-    value = node._get_node(name)  # as it stands: interpolations may lead nowhere here
+    value = node._get_node(name)  # the raw node: interpolations may not resolve here
     return isinstance(value, DictConfig) and key in value
 
 
 def _is_own_key(key: str, job: str) -> bool:
-    """Whether a key is of this job alone: the other jobs' configurations lack it."""
+    """True if only this job has the key."""
     from omegaconf import OmegaConf
 
     file = asset_dir("conf") / f"{job}.yaml"
@@ -178,5 +184,5 @@ def _is_own_key(key: str, job: str) -> bool:
 
 
 def is_group(key: str) -> bool:
-    """Whether a word before `=` chooses an option of a group."""
+    """True if a word before `=` is a group's name."""
     return key in ("recipe", "method") or (bool(key) and (asset_dir("conf") / key).is_dir())

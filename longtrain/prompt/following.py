@@ -1,8 +1,8 @@
-"""Fits what a recipe or a default says to the target, to its window of positions and to the text at hand.
+"""Adapts values of recipes and defaults to the target, its context window and the available text.
 
-A recipe is written for no target in particular. Its lengths are lowered to the target's window, and one line
-says which; a length that is typed on the command line stays as it is and is refused beyond the window. What
-follows the free memory is in `longtrain.prompt.memory`.
+A recipe is not specific to one target. Its lengths are lowered to the target's context window, and one line
+lists them; a length typed on the command line is never changed, and is refused beyond the window. Values
+that depend on free memory are adapted in `longtrain.prompt.memory`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
+from longtrain.config import RunConfig
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.files import read_json
-from longtrain.jobs import outline
-from longtrain.jobs.setup import artifact_names, plain
+from longtrain.jobs.planning.target_shape import config_file, target_shape
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
 from longtrain.targets.at_hand import fetch_config, folder_of, is_gguf, is_hub_id
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 READ_DATA = ("prepare", "train", "plan")
-"""Jobs that use the lengths of the data and of the method's offsets."""
+"""Jobs that use the lengths of the data and the method's offsets."""
 STEP = 256
-"""Lengths of an evaluation are lowered to a multiple of so many tokens, where the window has room for one."""
+"""Evaluation lengths are lowered to a multiple of this many tokens, if the window is at least that long."""
 NEW_TOKENS = ("max_new_tokens", "steps", "new_tokens")
-"""Keys of a suite that say how many tokens follow a prompt."""
+"""Keys of a suite for the number of tokens that follow a prompt."""
 ANSWER_INCLUDED = ("ruler",)
-"""Suites whose lengths have the answer in them."""
+"""Suites whose lengths include the answer."""
 SHIPPED = "bundled:train"
-"""The text that ships with the package, without the novels that evaluations read."""
+"""The bundled training text, without the novels that evaluations read."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """A length of the configuration that the target's window bounds.
+    """A configured length that the target's context window limits.
 
     Args:
-        keys: the keys under which it can be typed; the first names it.
-        values: the token counts there.
-        most: the largest that the window has room for.
-        why: what the bound is, for the message.
-        lowered: what the values become.
-        put: sets them.
+        keys: its keys; the first is used in messages.
+        values: its token counts.
+        most: the largest value that fits the window.
+        why: description of the limit, for messages.
+        lowered: the lowered values.
+        put: writes values into the configuration.
     """
 
     keys: tuple[str, ...]
@@ -59,7 +59,7 @@ class Length:
 
 
 def typed(key: str, words: Sequence[str]) -> bool:
-    """Whether the command line sets a key, a part of it, or a mapping or list that holds it."""
+    """True if the command line sets a key, a part of it, or a mapping or list that contains it."""
     for word in words:
         name = word.lstrip("+~").partition("=")[0]
         if name == key or (not is_group(name) and (key.startswith(f"{name}.") or name.startswith(f"{key}."))):
@@ -68,43 +68,44 @@ def typed(key: str, words: Sequence[str]) -> bool:
 
 
 def fit_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Fit the texts that are trained on and evaluated with to what is there.
+    """Replace training and evaluation texts that are not available by available ones.
 
     Args:
         cfg: the resolved configuration; changed in place.
-        jobs: what will be done.
+        jobs: the jobs to run.
         words: the overrides of the command line.
 
     Returns:
-        Lines that say what was changed.
+        Lines that report the changes.
     """
     return [one for one in (shipped_text(cfg, jobs, words), fit_kinds(cfg, jobs, words)) if one]
 
 
-def window_takes_minutes(cfg: DictConfig) -> bool:
-    """Whether the target is a GGUF file that is yet to be dequantised, before which its window is unknown."""
+def window_takes_minutes(cfg: RunConfig) -> bool:
+    """True if the target is a GGUF file that is not dequantised yet; until then its window is unknown."""
     if (file := _gguf_file(cfg)) is None:
         return False
-    from longtrain.targets.stored.gguf import is_dequantised  # which imports numpy
+    from longtrain.targets.stored.gguf import is_dequantised  # imports numpy
 
     return not is_dequantised(file)
 
 
-def _gguf_file(cfg: DictConfig) -> Path | None:
-    """The GGUF file that is the target; None where it is none, or not there."""
-    file = Path(str(cfg.target.path if cfg.target and cfg.target.path else "")).expanduser()
+def _gguf_file(cfg: RunConfig) -> Path | None:
+    """The path of the target's GGUF file, or None if the target is not a GGUF file or does not exist."""
+    file = Path(str((cfg.values.get("target") or {}).get("path") or "")).expanduser()
     return file if is_gguf(file) and file.is_file() else None
 
 
 def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
-    """Take all of a text that is typed for an evaluation, where it has nothing of the recipe's kinds.
+    """Use all of a typed evaluation text if none of it has the recipe's kinds.
 
     Returns:
-        A line that says so; None where the kinds stay.
+        A line that reports it, or None if nothing changed.
     """
     if "eval" not in jobs or not typed("suite.text", words) or typed("suite.kinds", words):
         return None
-    kinds, text = plain(cfg.suite.get("kinds")), cfg.suite.get("text")
+    suite = RunConfig.from_hydra(cfg).suite.values
+    kinds, text = suite.get("kinds"), suite.get("text")
     if not (isinstance(kinds, list) and kinds and isinstance(text, str)):
         return None
     from longtrain.evaluation.corpora import files_of_kinds
@@ -112,7 +113,7 @@ def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str
     try:
         files_of_kinds(text)
     except DataError:
-        return None  # whoever reads it says what is wrong
+        return None  # raises when it is read later
     try:
         files_of_kinds(text, kinds=kinds)
     except DataError:
@@ -122,16 +123,16 @@ def fit_kinds(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str
 
 
 def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> str | None:
-    """Take the text that ships with the package where a mixture of local folders is given none.
+    """Use the bundled text if a mixture of local folders has no folder set.
 
-    The data then has a name of its own, so that what was prepared of a user's files stays. A command that
-    prepares nothing leaves the name alone where data of that name is there.
+    The data then gets its own name, so that data prepared from a user's files is kept. A command that
+    prepares nothing does not change the name if data of that name exists.
 
     Returns:
-        A line that says so; None where nothing is to be said.
+        A line that reports it, or None if nothing changed.
     """
     data = cfg.get("data")
-    sources = plain(data.get("sources")) if data and "books" in data else None
+    sources = RunConfig.from_hydra(cfg).data_values.get("sources") if data and "books" in data else None
     files = [one for one in sources or () if isinstance(one, Mapping) and "synthetic" not in one]
     if not files or not all(one.get("optional") and not _where(one) for one in files):
         return None
@@ -151,54 +152,54 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
     )
 
 
-def window_of(cfg: DictConfig) -> int | None:
-    """The target's window in tokens; None where it is not known before the target is fetched or loaded.
+def window_of(cfg: RunConfig) -> int | None:
+    """The target's context window in tokens; None if unknown before the target is downloaded or loaded.
 
     Raises:
-        LongtrainError: the target is a GGUF file that cannot be dequantised; nothing reads it a second time.
+        LongtrainError: the target is a GGUF file that cannot be dequantised; it is not read a second time.
     """
-    if cfg.method is not None and methods.trains_target(str(cfg.method.name)):
-        return None  # it trains a target
+    if cfg.method is not None and methods.trains_target(cfg.method.name):
+        return None  # the method trains a target
     if (file := _gguf_file(cfg)) is not None:
         folder_of(file)
     try:
-        if cfg.target and (cfg.target.path or cfg.target.shape):
+        if cfg.target.path or cfg.target.shape:
             where = str(cfg.target.path or "")
-            unknown = where and cfg.target.shape is None and outline.config_file(where) is None
+            unknown = where and cfg.target.shape is None and config_file(where) is None
             if unknown and not cfg.dry_run and is_hub_id(where):
                 fetch_config(where)
-            return outline.target_shape(cfg)[0].max_positions
-        for name in artifact_names(cfg):
-            place = Path(cfg.home) / "checkpoints" / name
+            return target_shape(cfg.target)[0].max_positions
+        for name in cfg.artifacts:
+            place = cfg.checkpoints / name
             folder = next((one for one in (Path(name), place) if one.is_dir()), bundled_artifacts().get(name))
             target = read_json(Path(str(folder)) / MANIFEST)["target"]
-            file = outline.config_file(str(target["name"]))  # of a local folder it names the last part alone
+            file = config_file(str(target["name"]))  # for a local folder `name` is only the last part
             return int(
                 target["max_positions"] if file is None else read_json(file)["max_position_embeddings"]
             )
     except (LongtrainError, OSError, ValueError, KeyError, TypeError):
-        return None  # whoever loads it says what is wrong
+        return None  # raises when it is loaded later
     return None
 
 
 def fit_lengths(
     cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]
 ) -> tuple[str | None, list[ConfigError]]:
-    """Lower the lengths of recipes and defaults to the target's window.
+    """Lower the lengths of recipes and defaults to the target's context window.
 
     Args:
         cfg: the resolved configuration; changed in place.
-        jobs: what will be done.
+        jobs: the jobs to run.
         words: the overrides of the command line.
 
     Returns:
-        A line that says what was lowered, None where nothing was; and an error for each typed length that is
+        A line that lists the lowered lengths, or None; and an error for each typed length that is
         beyond the window.
     """
-    window = window_of(cfg)
+    window = window_of(RunConfig.from_hydra(cfg))
     if window is None:
         return None, []
-    said, faults = [], []
+    changes, faults = [], []
     for length in _lengths(cfg, jobs, window):
         if max(length.values) <= length.most:
             continue
@@ -206,17 +207,17 @@ def fit_lengths(
             faults.append(_beyond(length, window))
             continue
         length.put(length.lowered)
-        said.append(f"{length.keys[0]} {_shown(length.lowered)} (was {_shown(length.values)})")
-    if not said:
+        changes.append(f"{length.keys[0]} {_shown(length.lowered)} (was {_shown(length.values)})")
+    if not changes:
         return None, faults
-    return f"fitted to the target's window of {window} tokens: {', '.join(said)}", faults
+    return f"fitted to the target's window of {window} tokens: {', '.join(changes)}", faults
 
 
 def _lengths(cfg: DictConfig, jobs: Sequence[str], window: int) -> Iterator[Length]:
-    """Every length that the window bounds."""
+    """Every length that the window limits."""
     if not set(jobs).isdisjoint((*READ_DATA, "export")) or cfg.method is not None:
         yield from _of_method(cfg.method, "method", window)
-    if cfg.get("data") and "sources" in cfg.data:  # else it is what a target is trained on
+    if cfg.get("data") and "sources" in cfg.data:  # otherwise it is a target's training data
         yield from _of_data(cfg.data, window)
     if "eval" in jobs and cfg.get("compare") is None:
         yield from _of_suite(cfg, window)
@@ -236,7 +237,7 @@ def _of_method(method: Any, key: str, window: int) -> Iterator[Length]:
 
 def _of_data(data: DictConfig, window: int) -> Iterator[Length]:
     stages = data.get("stages")
-    for stage in stages if isinstance(stages, Sequence) else ():  # whoever reads the stages refuses others
+    for stage in stages if isinstance(stages, Sequence) else ():  # refused elsewhere
         if isinstance(stage, Mapping) and isinstance(stage.get("doc_tokens"), int):
             yield _single(
                 stage,
@@ -244,7 +245,7 @@ def _of_data(data: DictConfig, window: int) -> Iterator[Length]:
                 "data.stages.doc_tokens",
                 over=("data.stages",),
                 most=window,
-                why="a piece of a document; row_tokens may stay, documents in a row do not see each other",
+                why="a piece of a document; sequence_tokens may stay, packed documents do not see each other",
             )
     answer = data.get("answer_tokens")
     room = max(2, window - (answer if isinstance(answer, int) else 0))
@@ -323,9 +324,9 @@ def count(value: Any) -> int:
 
 
 def counts(values: Any) -> tuple[int, ...]:
-    """Token counts as typed; none where one of them is no count, which the suite's own settings refuse."""
-    listed = plain(values)
-    found = tuple(count(value) for value in listed) if isinstance(listed, list) else ()
+    """Token counts as typed; empty if one of them is not a count, which the suite's own settings refuse."""
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    found = tuple(count(value) for value in values) if listed else ()
     return found if all(found) else ()
 
 

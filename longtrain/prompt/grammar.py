@@ -1,7 +1,7 @@
-"""What is typed, as Hydra's grammar has it: texts, paths and names arrive as they are typed.
+"""Converts typed words to Hydra's grammar, so that texts, paths and names arrive as they were typed.
 
-Hydra reads a value as a number, a list, a sweep or a function, and refuses what is none of these: a path with
-an `=`, a comma or a letter of another alphabet. Here is the one place where words become Hydra's.
+Hydra parses a value as a number, a list, a sweep or a function, and refuses anything else: a path with
+an `=`, a comma or a letter of another alphabet. All such conversions are in this module.
 """
 
 from __future__ import annotations
@@ -9,42 +9,42 @@ from __future__ import annotations
 import re
 
 TEXTS = ("prompt",)
-"""Keys whose value is any text."""
+"""Keys whose value is free text."""
 NAMES = (
     "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "compare",
     "stop", "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
     "data.name", "data.text", "data.conversations", "data.code", "data.books", "data.instruct",
     "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa",
-    "suite.aime24", "suite.documents", "suite.requests", "suite.include",
+    "suite.aime24", "suite.documents", "suite.include",
 )  # fmt: skip
-"""Keys whose value is a name or a path: `nan`, `1e3` and `007` are text there, and commas part of it."""
+"""Keys whose value is a name or a path: `nan`, `1e3` and `007` stay text there, and commas are part of it."""
 LISTED = ("artifact", "compare", "stop")
-"""Keys of `NAMES` that may have several, as `[A,B]`."""
+"""Keys of `NAMES` that can have several values, as `[A,B]`."""
 PLAIN = re.compile(r"[\w/\-+.%*@?|:]+", re.ASCII)
-"""A name that Hydra reads as it is, unless it takes it for a number."""
+"""A name that Hydra parses unchanged, unless it looks like a number."""
 NUMBER = re.compile(r"[+-]?(?:inf|nan|(?=\.?\d)[\d_]*\.?[\d_]*(?:e[+-]?\d[\d_]*)?)|true|false", re.IGNORECASE)
-"""A word that Hydra takes for a number or a flag."""
+"""A word that Hydra parses as a number or a boolean."""
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 STRUCTURE = re.compile(r"""[\[{'"].*|\w+\(.*\)""", re.DOTALL)
-"""A list, a mapping, something in quotes, or a function of Hydra's, such as `choice(1,2)`."""
+"""A list, a mapping, a quoted value, or a Hydra function such as `choice(1,2)`."""
 READ = re.compile(r"(?:\$\{[^{}]*\}|[\w/\-+.%*@?|:$\\ ,])*", re.ASCII)
-"""What Hydra reads outside of quotes: words, interpolations, and the commas between the values of a sweep."""
+"""Unquoted text that Hydra can parse: words, interpolations, and the commas of a sweep."""
 FLAT = re.compile(r"""\[[^\[\]{}()'"]*\]""")
-"""A list of words."""
+"""A flat list of words."""
 MISSING = "???"
-"""OmegaConf's mark of a value that is missing."""
+"""OmegaConf's marker for a missing value."""
 
 
 def in_grammar(word: str, *, sweeps: bool = False) -> str:
-    """A word of the command line, `KEY=VALUE`, as Hydra's grammar has it.
+    """Convert a word of the command line, `KEY=VALUE`, to Hydra's grammar.
 
-    The value of a text is taken as it is typed; that of a name too, unless all of it is in quotes, and with
-    `${...}` in it resolved. `null` is no text. Other values are Hydra's own to read, but for characters that
-    its grammar does not know.
+    The value of a free-text key is taken as typed; that of a name too, unless all of it is in quotes, and
+    with `${...}` in it resolved. `null` stays null. Other values are parsed by Hydra, except for characters
+    that its grammar lacks.
 
     Args:
         word: as typed.
-        sweeps: whether the command is a sweep, in which names with commas are several.
+        sweeps: True if the command is a sweep, in which commas separate names.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
@@ -64,19 +64,19 @@ def in_grammar(word: str, *, sweeps: bool = False) -> str:
 
 
 def in_list(names: list[str]) -> str:
-    """Names as a list of Hydra's, each as it is typed."""
+    """Names as a Hydra list, each exactly as typed."""
     return f"[{','.join(map(in_quotes, names))}]"
 
 
 def in_quotes(text: str) -> str:
-    """A text as a value of Hydra's that stands for just this text."""
+    """A text as a quoted Hydra value."""
     if text == MISSING:
         return _quoted("${oc.decode:\"'???'\"}")
     return _quoted(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def _quoted(value: str) -> str:
-    """A value in quotes; `${...}` in it is still resolved."""
+    """A value in quotes, in which `${...}` is still resolved."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
 
@@ -90,13 +90,13 @@ def _name(value: str) -> str:
 
 
 def _each(names: str) -> str:
-    """Names between commas; one that is in quotes may hold commas."""
+    """Quote each of several names between commas; a quoted name may contain commas."""
     parts = re.findall(rf"\s*({QUOTED.pattern}|[^,]*?)\s*(?:,|\Z)", names, re.DOTALL)
     return ",".join(map(_name, filter(None, parts)))
 
 
 def _readable(value: str) -> str:
-    """A value that Hydra reads by its grammar, in quotes where it could not."""
+    """A value that Hydra can parse, in quotes if it could not otherwise."""
     if FLAT.fullmatch(value):
         return f"[{','.join(_readable(item.strip()) for item in value[1:-1].split(','))}]"
     if STRUCTURE.fullmatch(value) or READ.fullmatch(value):

@@ -1,6 +1,6 @@
-"""What `longtrain JOB --help` prints: groups, options and every key with its comment, as the files have them.
+"""The output of `longtrain JOB --help`: groups, options and every key with its comment from the YAML files.
 
-The files are read as text, since the comments are what a reader wants; neither Hydra nor torch is loaded.
+The files are read as text to keep their comments; neither Hydra nor torch is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longtrain.prompt.job_groups import EXAMPLES, GROUPS
 from longtrain.prompt.suite_help import suites_help
 
 HIDDEN = ("hydra",)
-"""Folders of `conf` that are no groups of ours."""
+"""Folders of `conf` that are not groups of ours."""
 END = """\
 The whole configuration, resolved:  longtrain config {job} +recipe=NAME
 Check everything and do nothing:    longtrain {job} +recipe=NAME dry_run=true
@@ -30,12 +30,12 @@ Check everything and do nothing:    longtrain {job} +recipe=NAME dry_run=true
 
 
 def job_help(job: str, words: Sequence[str] = (), *, columns: int | None = None) -> str:
-    """An example, the job's groups with their options, suites, and the keys of the job and of these groups.
+    """The help of a job: an example, its groups and their options, suites, and all keys.
 
     Args:
         job: a word of `JOBS`.
-        words: of the command line; `+recipe=NAME` and `GROUP=OPTION` choose.
-        columns: longer lines are broken; None: none is.
+        words: words of the command line; `+recipe=NAME` and `GROUP=OPTION` select options.
+        columns: maximum line width; None: lines are not wrapped.
     """
     options = groups()
     mine = [group for group in GROUPS[job] if group != "suite"]
@@ -63,7 +63,9 @@ def job_help(job: str, words: Sequence[str] = (), *, columns: int | None = None)
 
 
 def broken(line: str, columns: int) -> str:
-    """A line in several of at most `columns` characters, what follows set in; a comment goes on as one."""
+    """Wrap a line to `columns` characters with continuation lines indented; a comment continues
+    as a comment.
+    """
     if len(line) <= columns:
         return line
     inside = " " * (len(line) - len(line.lstrip()) + 4)
@@ -76,7 +78,7 @@ def broken(line: str, columns: int) -> str:
 
 
 def groups() -> dict[str, list[str]]:
-    """Each group and its options, by name; recipes and methods are groups too."""
+    """Each group with the names of its options, including recipes and methods."""
     folders = {path.name: path for path in asset_dir("conf").iterdir() if path.is_dir()}
     found = {name: sorted(file.stem for file in path.glob("*.yaml")) for name, path in folders.items()}
     found["recipe"] = sorted(file.stem for file in asset_dir("recipes").glob("*.yaml"))
@@ -85,7 +87,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def choices(job: str, words: Sequence[str] = ()) -> dict[str, str]:
-    """Group -> the option that is chosen: by the job, then by the recipe, then by the words."""
+    """Group -> the selected option: by the job, overridden by the recipe, overridden by the words."""
     found: dict[str, str] = {}
     for file in (asset_dir("conf") / "base.yaml", asset_dir("conf") / f"{job}.yaml"):
         found |= _chosen_in(file.read_text(encoding="utf-8"))
@@ -99,7 +101,7 @@ def choices(job: str, words: Sequence[str] = ()) -> dict[str, str]:
 
 
 def job_keys(job: str) -> list[str]:
-    """The lines of a job's own keys and of those that all jobs share; the job's own come first."""
+    """The lines of a job's own keys, then of the keys that all jobs share."""
     file = asset_dir("conf") / f"{job}.yaml"
     blocks = _blocks(file)
     own = re.findall(r"(?m)^(\w+):", file.read_text(encoding="utf-8"))
@@ -108,7 +110,7 @@ def job_keys(job: str) -> list[str]:
 
 
 def group_keys(group: str, option: str) -> list[str]:
-    """The lines of an option's keys with their comments; those of what it builds on come first."""
+    """The lines of an option's keys with their comments, after those of the options it builds on."""
     if group == "method":
         return _method_keys(option)
     return [
@@ -124,7 +126,7 @@ def _chosen_in(text: str) -> dict[str, str]:
 
 
 def _recipe_texts(name: str) -> list[str]:
-    """The recipe's file after those that it builds on."""
+    """The texts of the files that a recipe builds on, then of the recipe itself."""
     text = (asset_dir("recipes") / f"{name}.yaml").read_text(encoding="utf-8")
     found = [one for base in bases_of(text) for one in _recipe_texts(base)]
     return [*found, text]
@@ -144,7 +146,7 @@ def _recipe_text(name: str) -> list[str]:
 
 
 def _blocks(file: Path) -> dict[str, list[str]]:
-    """Top-level key -> its lines, comments included; keys of the file's bases first."""
+    """Top-level key -> its lines with comments; keys of the file's bases first."""
     text = file.read_text(encoding="utf-8")
     found: dict[str, list[str]] = {}
     for base in bases_of(text):
@@ -161,7 +163,7 @@ def _blocks(file: Path) -> dict[str, list[str]]:
 
 
 def method_settings(name: str) -> list[tuple[str, str, str]]:
-    """Every field of a method's `Config` and of the classes below it: key, default as typed, and comment."""
+    """Every field of a method's `Config` and its nested classes: key, default as typed, and comment."""
     found: dict[str, tuple[str, str, str]] = {}
     for kind in reversed(methods.config_class(name).__mro__[:-1]):
         source = Path(inspect.getfile(kind)).read_text(encoding="utf-8")
@@ -170,16 +172,17 @@ def method_settings(name: str) -> list[tuple[str, str, str]]:
 
 
 def _method_keys(name: str) -> list[str]:
-    """The same as lines of YAML."""
+    """The method's settings as lines of YAML."""
     return [
-        f"{key}: {default}{f'  # {said}' if said else ''}" for key, default, said in method_settings(name)
+        f"{key}: {default}{f'  # {comment}' if comment else ''}"
+        for key, default, comment in method_settings(name)
     ]
 
 
 def _fields(source: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """The fields of a dataclass in a file: key, default, comment."""
+    """The fields of a dataclass in a source file: key, default, comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said_at = {
+    comments = {
         token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT
     }
     tree = ast.parse(source)
@@ -187,8 +190,8 @@ def _fields(source: str, name: str) -> Iterator[tuple[str, str, str]]:
     ends = [node.lineno for node in config.body[1:]] + [(config.end_lineno or 0) + 1]
     for node, end in zip(config.body, ends, strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            said = " ".join(said_at[number] for number in range(node.lineno, end) if number in said_at)
-            yield node.target.id, _shown(node.value), said
+            comment = " ".join(comments[number] for number in range(node.lineno, end) if number in comments)
+            yield node.target.id, _shown(node.value), comment
 
 
 def _shown(node: ast.expr | None) -> str:
@@ -201,7 +204,7 @@ def _shown(node: ast.expr | None) -> str:
     try:
         value: Any = ast.literal_eval(node) if node is not None else None
     except ValueError:
-        return ast.unparse(node).lower() if node is not None else ""  # the constant FULL is `full`
+        return ast.unparse(node).lower() if node is not None else ""  # the constant FULL is typed as `full`
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value) if value != "" else '""'

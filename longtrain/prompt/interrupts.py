@@ -1,4 +1,6 @@
-"""Ctrl-C: before a job begins nothing was done, and the process may end at once; later it is an exception."""
+"""Ctrl-C handling: it ends the process at once until a job begins, and raises KeyboardInterrupt
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ NOTHING_DONE = "\nlongtrain: interrupted before a job began; nothing was done\n"
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, and until `as_usual`, Ctrl-C ends the process with exit code 130.
+    """Context manager: until `as_usual` is called, Ctrl-C ends the process with exit code 130.
 
-    An exception in its place could be lost in a library that is being imported, or come out as another one.
+    An exception could be swallowed or replaced by a library that is being imported.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored by nohup, say
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored (nohup)
         yield
         return
     signal.signal(signal.SIGINT, _end)
@@ -29,13 +31,13 @@ def at_once() -> Iterator[None]:
 
 
 def as_usual() -> None:
-    """From here on Ctrl-C is an exception again: a job begins, which says what it keeps."""
+    """Restore KeyboardInterrupt for Ctrl-C, so that a job can report what it keeps."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def behind(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is what an error comes from: an import that it stops may end in another exception."""
+    """True if Ctrl-C caused an error: an interrupted import may raise another exception."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

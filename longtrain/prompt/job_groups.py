@@ -1,4 +1,4 @@
-"""Which groups of the configuration each job reads, and a command of it, for `longtrain JOB --help`."""
+"""The configuration groups that each job reads, and an example command, for `longtrain JOB --help`."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ EXAMPLES: dict[str, str] = {
     "list": "longtrain list",
     "inspect": "longtrain inspect tiny_longspec",
 }
-"""Job -> a command; those with suites have several, in `suite_help`."""
+"""Job -> an example command; jobs with suites have several, in `suite_help`."""

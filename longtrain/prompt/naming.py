@@ -1,6 +1,6 @@
-"""What a run and its data are called where the command does not say it, and what came of a sweep's runs.
+"""Default names of runs and their data, and the summary of a sweep's runs.
 
-A run is called by its recipe, else by what it runs; the runs of a sweep have their values behind that.
+A run is named after its recipe, else after its method and target; runs of a sweep get their values as suffix.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.files import read_json
-from longtrain.jobs.setup import artifact_names
 from longtrain.tables import DASH, number, show
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from longtrain.config import RunConfig
 
 UNNAMED = "run"
 """The `name` of a command that sets none."""
 LONGEST = 100
-"""Characters of a name; a sweep with longer values numbers its runs."""
+"""Maximum length of a name; a sweep with longer values numbers its runs."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class SweptRun:
     """One run of a sweep.
 
     Args:
-        name: of the run.
-        values: what is swept -> its value in this run, as typed.
-        run_dir: the folder of its outputs.
-        failed: whether an error ended it.
+        name: the run's name.
+        values: swept key -> its value in this run, as typed.
+        run_dir: the run's output folder.
+        failed: True if an error ended it.
     """
 
     name: str
@@ -41,33 +40,33 @@ class SweptRun:
     failed: bool = False
 
 
-def usual_name(cfg: DictConfig, choices: Mapping[str, str | None]) -> str:
-    """The name of a command that sets none: its recipe, else its method or artifacts and its target.
+def usual_name(cfg: RunConfig, choices: Mapping[str, str | None]) -> str:
+    """The default name of a run: its recipe, else its method or artifacts and its target.
 
     Args:
-        cfg: the resolved configuration.
-        choices: group -> the option that is chosen.
+        cfg: the configuration.
+        choices: group -> the selected option.
     """
     if choices.get("recipe"):
         return str(choices["recipe"])
-    what = [str(cfg.method.name)] if cfg.method else [Path(one).name for one in artifact_names(cfg)]
+    what = [cfg.method.name] if cfg.method else [Path(one).name for one in cfg.artifacts]
     return _safe("_".join([*what, *_target(cfg, choices)])) or UNNAMED
 
 
-def _target(cfg: DictConfig, choices: Mapping[str, str | None]) -> list[str]:
-    path, option = str(cfg.target.path or "") if cfg.target else "", choices.get("target")
+def _target(cfg: RunConfig, choices: Mapping[str, str | None]) -> list[str]:
+    path, option = str((cfg.values.get("target") or {}).get("path") or ""), choices.get("target")
     if not path:
         return []
     return [str(option)] if option not in (None, "local") else [Path(path).name]
 
 
-def data_name(cfg: DictConfig) -> str | None:
-    """The name of prepared data of one's own files: `text` of `books/a.txt` is `text_books_a`.
+def data_name(cfg: RunConfig) -> str | None:
+    """The name of data prepared from a user's own files: `text` from `books/a.txt` is `text_books_a`.
 
-    None for other data, and where the command sets another name.
+    None for other data, or if the command sets a name.
     """
-    name = str(cfg.data.name) if cfg.data and "name" in cfg.data else ""
-    where = cfg.data.get(name) if name else None
+    name = str(cfg.data_values.get("name", ""))
+    where = cfg.data_values.get(name) if name else None
     if not isinstance(where, str) or not where:
         return None
     path = Path(where)
@@ -76,11 +75,11 @@ def data_name(cfg: DictConfig) -> str | None:
 
 
 def swept(words: Sequence[str], given: Sequence[str]) -> dict[str, str]:
-    """What a sweep varies -> its value in one run.
+    """Swept key -> its value in one run.
 
     Args:
-        words: overrides of the command line.
-        given: overrides of the run.
+        words: the overrides of the command line.
+        given: the overrides of the run.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -94,38 +93,38 @@ def swept(words: Sequence[str], given: Sequence[str]) -> dict[str, str]:
 
 
 def _unquoted(value: str) -> str:
-    """A text that is in Hydra's quotes."""
+    """Remove Hydra's quotes from a text."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return str(OverridesParser.create().parse_override(f"x={value}").value())
 
 
 def swept_name(name: str, values: Mapping[str, str], number_: int) -> str:
-    """The name of a run of a sweep: its values, or its number where they are long."""
+    """The name of a sweep's run: its values, or its number if they are long."""
     parts = [f"{key.rpartition('.')[2]}-{value}" for key, value in values.items()]
     found = _safe("_".join([name, *parts]))
     return found if parts and len(found) <= LONGEST else f"{name}_{number_}"
 
 
 def summarise(runs: Sequence[SweptRun]) -> None:
-    """Print a line for each run of a sweep: its values, what came of it, and where it is."""
+    """Print a line for each run of a sweep: its values, its result, and its folder."""
     keys = list(dict.fromkeys(key for run in runs for key in run.values))
-    found = [_figures(run.run_dir) for run in runs]
-    figures = list(dict.fromkeys(key for one in found for key in one if one[key] is not None))
+    found = [_metrics(run.run_dir) for run in runs]
+    metrics = list(dict.fromkeys(key for one in found for key in one if one[key] is not None))
     rows = [
         [
             *(run.values.get(key, DASH) for key in keys),
             "failed" if run.failed else "done",
-            *(number(one.get(key)) for key in figures),
+            *(number(one.get(key)) for key in metrics),
             str(run.run_dir),
         ]
         for run, one in zip(runs, found, strict=True)
     ]
-    show([*keys, "run", *figures, "folder"], rows, title="The sweep's runs")
+    show([*keys, "run", *metrics, "folder"], rows, title="The sweep's runs")
 
 
-def _figures(run_dir: Path) -> dict[str, Any]:
-    """The main figures that training and evaluations left in a run's folder."""
+def _metrics(run_dir: Path) -> dict[str, Any]:
+    """The main results of training and evaluations in a run's folder."""
     found: dict[str, Any] = {}
     if (file := run_dir / "train" / "summary.json").is_file():
         summary = read_json(file)
@@ -139,5 +138,5 @@ def _figures(run_dir: Path) -> dict[str, Any]:
 
 
 def _safe(text: str) -> str:
-    """A text as the name of a folder."""
+    """Convert a text to a valid folder name."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.")

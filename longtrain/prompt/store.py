@@ -1,4 +1,6 @@
-"""What Hydra finds beside `conf`: recipes and the methods' dataclasses. Only what a command names is read."""
+"""Registers recipes and the methods' dataclasses with Hydra's ConfigStore; only those that a command names
+are read.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")
 
 
 def mount(words: Sequence[str] | None = None) -> None:
-    """Put every recipe (`+recipe=NAME`) and method dataclass (`method=NAME`) into Hydra's ConfigStore.
+    """Put recipes (`+recipe=NAME`) and method dataclasses (`method=NAME`) into Hydra's ConfigStore.
 
-    A recipe is a global override named after its file; it exports and evaluates under that name. What it says
-    of its own suite is left out where another one is typed that has no such keys.
+    A recipe is a global override named after its file; it exports and evaluates under that name. Its keys
+    of its own suite are dropped if another suite is typed that lacks them.
 
     Args:
-        words: of a command line; recipes and methods that neither a word nor a recipe names are listed, and
-            not read. None, or words that bring files of the user's own: all are read.
+        words: words of the command line; recipes and methods that neither a word nor a recipe names are
+            listed but not read. None, or words that bring files of the user's own: all are read.
 
     Raises:
-        ConfigError: a recipe of the user's own would not be read as one.
+        ConfigError: a user's own recipe lacks the header that makes it one.
     """
     from longtrain import methods
     from longtrain.prompt.help import bases_of
@@ -41,7 +43,7 @@ def mount(words: Sequence[str] | None = None) -> None:
     every = words is None or own is not None
     wanted = [name for name in names if every or any(name in word for word in words or ())]
     texts = list(words or ())
-    for name in wanted:  # which grows: what a recipe builds on is read too
+    for name in wanted:  # the list grows, because the bases of a recipe are read too
         texts.append((folder / f"{name}.yaml").read_text(encoding="utf-8"))
         wanted += [base for base in bases_of(texts[-1]) if base in names and base not in wanted]
     if own is not None:
@@ -58,9 +60,9 @@ def mount(words: Sequence[str] | None = None) -> None:
 
 @cache
 def _pass_over_marks() -> None:
-    """Have Hydra find the header of a YAML file behind a byte order mark, which some editors put before it.
+    """Make Hydra find the header of a YAML file after a byte order mark, which some editors write.
 
-    The file's keys it reads; `# @package` in the first line it would miss.
+    Without this, Hydra reads the file's keys but misses `# @package` in the first line.
     """
     from dataclasses import replace
 
@@ -68,7 +70,7 @@ def _pass_over_marks() -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
 
-    Plugins.instance()  # which brings the reader of files
+    Plugins.instance()  # registers the reader of YAML files
     reader: Any = SourcesRegistry.instance().resolve("file")
     usual = reader.load_config
 
@@ -84,7 +86,7 @@ def _pass_over_marks() -> None:
 
 @cache
 def _list(recipe_folder: Path) -> None:
-    """Name all recipes to the ConfigStore, which belongs to the process: once is enough."""
+    """Register the names of all recipes in the ConfigStore, which is global, so only once."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -96,7 +98,7 @@ def _list(recipe_folder: Path) -> None:
 
 @cache
 def _list_method(name: str) -> None:
-    """Name a method to the ConfigStore, once: its dataclass, once read, stays in this place."""
+    """Register a method's name in the ConfigStore, once: a dataclass that was read stays in its place."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(group="method", name=name, node={}, provider="longtrain.methods")
@@ -104,7 +106,7 @@ def _list_method(name: str) -> None:
 
 @cache
 def _read_method(name: str) -> None:
-    """Put a method's dataclass in its place in the ConfigStore."""
+    """Put a method's dataclass into the ConfigStore."""
     from dataclasses import field, fields, make_dataclass
 
     from hydra.core.config_store import ConfigStore
@@ -112,19 +114,19 @@ def _read_method(name: str) -> None:
     from longtrain import methods
 
     own = methods.config_class(name)
-    # Hydra merges no mapping into a typed one that is null; `settings` checks its type all the same
+    # Hydra cannot merge a mapping into a typed field that is null; `settings` checks its type anyway
     loose = [(f.name, Any, field(default=None)) for f in fields(own) if f.type == "dict[str, Any] | None"]
     schema = make_dataclass("Method", [*loose, ("name", str, field(default=name))], bases=(own,))
     ConfigStore.instance().store(group="method", name=name, node=schema, provider="longtrain.methods")
 
 
 def _read(recipe_folder: Path, name: str, suite: str) -> None:
-    """Put what a recipe says in its place.
+    """Put a recipe's content into the ConfigStore.
 
     Args:
-        recipe_folder: where it is.
-        name: of the recipe.
-        suite: that the command line chooses; empty: none.
+        recipe_folder: its folder.
+        name: the recipe's name.
+        suite: the suite that the command line selects, or empty.
     """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -140,14 +142,14 @@ def _read(recipe_folder: Path, name: str, suite: str) -> None:
 
 @cache
 def _loaded(file: Path) -> Any:
-    """What a file says; reading is what takes time."""
+    """The content of a YAML file, cached because parsing is slow."""
     from omegaconf import OmegaConf
 
     return OmegaConf.load(file)
 
 
 def _suite_keys(name: str) -> set[str]:
-    """The keys of a suite that ships here, with those of what it builds on; none of another's."""
+    """The keys of a bundled suite, including those of its bases; empty for other suites."""
     from omegaconf import OmegaConf
 
     from longtrain.prompt.help import bases_of
@@ -161,10 +163,11 @@ def _suite_keys(name: str) -> set[str]:
 
 @contextmanager
 def composed_once(words: Sequence[str]) -> Iterator[None]:
-    """Spare Hydra a second composition, which is half of the time until a job's values are checked.
+    """Context manager: skip Hydra's second composition, which takes half of the time until values are
+    checked.
 
-    By it Hydra learns whether the configuration itself asks for a sweep, as only files of the user's own and
-    keys of Hydra's do; what `--multirun` asks for it knows without.
+    Hydra composes twice to find out if the configuration itself requests a sweep, which only users' own files
+    and Hydra's own keys do; `--multirun` does not need it.
     """
     from hydra._internal.hydra import Hydra
 
@@ -178,7 +181,7 @@ def composed_once(words: Sequence[str]) -> Iterator[None]:
 
 
 def own_folder(words: Sequence[str]) -> Path | None:
-    """The folder of the user's own configuration files that a flag names; None: no flag does."""
+    """The folder of the user's own configuration files given by a flag, or None."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
         flag, _, value = word.partition("=")
         if flag in FOLDER_FLAGS:
@@ -187,7 +190,7 @@ def own_folder(words: Sequence[str]) -> Path | None:
 
 
 def _refuse_files(words: Sequence[str]) -> None:
-    """Refuse a recipe that is given by its path, and say where it is looked for.
+    """Refuse a recipe given as a path, and name the folder in which recipes are looked up.
 
     Raises:
         ConfigError: a word names a file.
@@ -207,7 +210,7 @@ def _refuse_files(words: Sequence[str]) -> None:
 
 
 def _refuse_unmarked(own: Path, words: Sequence[str]) -> None:
-    """Refuse a chosen recipe of the user's own, a copy of one of ours perhaps, that lacks Hydra's mark."""
+    """Refuse a user's own recipe (for example a copy of ours) that lacks Hydra's `# @package` header."""
     for file in (own / "recipe").glob("*.yaml"):
         if f"+recipe={file.stem}" in words and "# @package _global_" not in file.read_text(encoding="utf-8"):
             raise ConfigError(f"{file} has no line '# @package _global_'; put it above all others")

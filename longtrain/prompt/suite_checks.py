@@ -1,70 +1,75 @@
-"""What is wrong with the group `suite`, told within a second, without reading the modules of suites."""
+"""Quick checks of the group `suite`, without importing the suites' modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import ConfigError
-from longtrain.jobs.setup import NO_TARGET, artifact_names, plain
+from longtrain.config import NO_TARGET
+from longtrain.errors import ConfigError, Gathered
 from longtrain.settings import AUTO, Lengths, convert
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from longtrain.config import RunConfig
 
 WORDS_FOR_TEXT = ("bundled", "data")
-"""Values of a key `text` that are no paths."""
+"""Values of a key `text` that are not paths."""
 
 
-def common_keys(cfg: DictConfig) -> None:
-    """Refuse wrong values of keys that mean the same in every suite.
+def common_keys(cfg: RunConfig) -> None:
+    """Refuse wrong values of keys with the same meaning in every suite.
 
     Raises:
-        ConfigError: what is no list of token counts.
-        DataError: no text is where it is said to be.
+        ConfigError: a value is not a list of token counts.
+        DataError: a text's path does not exist.
     """
     from longtrain.evaluation.corpora import files_of_kinds, text_files
 
-    for key, value in _leaves("suite", plain(cfg.suite)):
+    for key, value in _leaves("suite", cfg.suite.values):
         name = key.rpartition(".")[2]
         if name == "lengths" and value not in (AUTO, None, []):
             convert(value, Lengths, key)
         elif name == "text" and isinstance(value, str) and value not in WORDS_FOR_TEXT:
             text_files(value)
-    text, kinds = cfg.suite.get("text"), plain(cfg.suite.get("kinds"))
+    text, kinds = cfg.suite.values.get("text"), cfg.suite.values.get("kinds")
     if isinstance(text, str) and text not in WORDS_FOR_TEXT and isinstance(kinds, list):
         files_of_kinds(text, kinds=kinds)
 
 
-def evaluated(cfg: DictConfig) -> None:
-    """Refuse a suite of `eval` that cannot be run, or that measures what nothing brings.
+def evaluated(cfg: RunConfig) -> None:
+    """Refuse a suite of `eval` that cannot run, or whose required draft, evictor or selector is missing.
 
     Raises:
-        ConfigError: what is wrong, and what is allowed.
+        ConfigError: the suite cannot run; the message says what is allowed.
         DataError: see `common_keys`.
     """
     from longtrain.evaluation.suites import BROUGHT
     from longtrain.jobs import eval as job
 
-    if cfg.compare is not None:
-        return
-    job.known_suite(cfg)
-    job.parts_of(cfg)
-    job.settings_of(cfg)
-    common_keys(cfg)
-    given, listed = artifact_names(cfg), plain(cfg.suite.get("policies") or cfg.suite.get("systems")) or []
-    if (said := BROUGHT.get(str(cfg.suite.name))) and not (given or cfg.method or listed):
-        raise ConfigError(said)
-    if not (
-        given
-        or (cfg.target and cfg.target.path)
-        or any("artifact" in one for one in listed if isinstance(one, Mapping))
-    ):
-        raise ConfigError(NO_TARGET)  # artifacts know theirs
+    gathered = Gathered()
+    with gathered.one():
+        if cfg.evaluation.compare is not None:
+            return
+        cfg.evaluation.part()
+    with gathered.one():
+        job.known_suite(cfg.suite.name)
+    with gathered.one():
+        _ = cfg.suite.harness
+    with gathered.one():
+        common_keys(cfg)
+    with gathered.one():
+        suite, given = cfg.suite.values, cfg.artifacts
+        listed = suite.get("policies") or suite.get("systems") or []
+        if (message := BROUGHT.get(cfg.suite.name)) and not (given or cfg.method or listed):
+            raise ConfigError(message)
+        named = any("artifact" in one for one in listed if isinstance(one, Mapping))
+        if not (given or cfg.target.path or named):
+            raise ConfigError(NO_TARGET)  # artifacts name their target
+    gathered.tell()
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key within a mapping, dotted, with its value."""
+    """Every nested key of a mapping in dotted form, with its value."""
     if not isinstance(value, Mapping):
         yield key, value
         return

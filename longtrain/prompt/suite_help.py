@@ -1,4 +1,4 @@
-"""What `longtrain eval --help` and `longtrain bench --help` say of suites, read from the suites' files."""
+"""The suites section of `longtrain eval --help` and `longtrain bench --help`, read from the suites' files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longtrain.assets import asset_dir
 JOBS = ("eval", "bench")
 """Jobs that run suites."""
 BASE = "common"
-"""A file that other suites build on; it is no suite itself."""
+"""The name of a file that other suites build on; it is not a suite."""
 EXAMPLES = {
     "eval": """\
   longtrain eval suite=smoke target=tiny method=quantspec
@@ -26,18 +26,18 @@ EXAMPLES = {
 }
 
 Blocks = dict[tuple[str, ...], list[str]]
-"""(key) or ("suite", key) -> its lines."""
+"""(key) or ("suite", key) -> its lines of YAML."""
 
 
 def suites_help(job: str, words: Sequence[str] = ()) -> str:
-    """The suites of a job with what each measures and examples, or the keys of the one that is chosen.
+    """The suites of a job with their descriptions and examples, or the keys of the selected suite.
 
     Args:
-        job: `eval`, `bench`; any other has none.
-        words: of the command line; `suite=NAME` among them chooses.
+        job: `eval` or `bench`; other jobs have no suites.
+        words: words of the command line; `suite=NAME` selects a suite.
 
     Returns:
-        Lines that end with a new line; nothing for a job without suites.
+        Lines that end with a line break; empty for a job without suites.
     """
     if job not in JOBS:
         return ""
@@ -54,22 +54,23 @@ def suites_help(job: str, words: Sequence[str] = ()) -> str:
 
 
 def suites_of(job: str) -> dict[str, str]:
-    """Name of each suite of a job -> what it measures: the comment at its file's start.
+    """Name of each suite of a job -> its description: the comment at the beginning of its file.
 
-    A comment with `bench:` is of bench's suites, one with `eval:` and `bench:` of both, others of eval's.
+    A comment with `bench:` marks a bench suite, one with `eval:` and `bench:` belongs to both, others to
+    eval.
     """
     found = {}
     for file in sorted((asset_dir("conf") / "suite").glob("*.yaml")):
         about = file.read_text(encoding="utf-8").splitlines()[1].lstrip("# ")
         parts = re.split(r"\b(eval|bench): ", about)
-        said = dict(zip(parts[1::2], parts[2::2], strict=True)) or {"eval": about}
-        if job in said and file.stem != BASE:
-            found[file.stem] = said[job].strip().removesuffix(".")
+        by_job = dict(zip(parts[1::2], parts[2::2], strict=True)) or {"eval": about}
+        if job in by_job and file.stem != BASE:
+            found[file.stem] = by_job[job].strip().removesuffix(".")
     return found
 
 
 def keys_of(name: str) -> str:
-    """The keys of a suite with their comments, those of the files that it builds on included."""
+    """The keys of a suite with their comments, including those of the files it builds on."""
     blocks = _blocks(name)
     top = "".join(line for key, lines in blocks.items() if len(key) == 1 for line in lines)
     own = "".join(line for key, lines in blocks.items() if len(key) == 2 for line in lines)

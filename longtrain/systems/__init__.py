@@ -1,4 +1,4 @@
-"""Ways of running the target: what one is, how it is written in a configuration, and how it is made."""
+"""Systems: ways of running the target that are compared, as read from a configuration and built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes systems from entries of a configuration: loads artifacts, attaches methods, checks that parts fit."""
+"""Builds systems from entries of a configuration: loads artifacts, attaches methods, checks parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longtrain.artifact import Artifact
 from longtrain.cache.named import options_of
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, Evictor
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.methods.named import Named, in_words
@@ -56,18 +56,18 @@ def _argmax_shape(widths: Sequence[int]) -> TreeShape:
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes systems for a target.
+    """Builds systems for a target.
 
     Args:
         target: the frozen model.
-        budgets: an evicting system is made once with each.
-        shapes: a drafting system whose entry names no shapes is made once with each.
-        load: gives an artifact by its name or folder.
-        greedy: whether every answer is decoded greedily; a sampled one is that of plain decoding only where
+        budgets: an evicting system is built once with each.
+        shapes: a drafting system whose entry names no shapes is built once with each.
+        load: returns an artifact by its name or folder.
+        greedy: True if every answer is decoded greedily; a sampled answer equals plain decoding's only if
             drafts are chosen deterministically.
         shape_of: makes a shape from the widths that an entry names.
-        random_seed: of the random weights that a method gets which would have to be trained; None: such a
-            method is refused.
+        random_seed: seed of random weights for methods that would have to be trained; None: such methods
+            are refused.
     """
 
     target: Target
@@ -78,7 +78,7 @@ class Builder:
     shape_of: Callable[[Sequence[int]], TreeShape] = _argmax_shape
     random_seed: int | None = None
     _attached: dict[str, Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Parts made so far: systems that have the same ones share them."""
+    """Parts built so far, which systems with equal settings share."""
 
     def systems(
         self,
@@ -88,18 +88,18 @@ class Builder:
         taker: str = "",
         own: Callable[[Builder], Sequence[System]] | None = None,
     ) -> list[System]:
-        """The full cache, the taker's own systems, and what the entries name, in this order.
+        """Return the full cache, the caller's own systems, and those of the entries, in this order.
 
         Args:
-            values: entries as typed (`system.parse`).
-            roles: what systems may bring.
-            taker: who takes them, for messages (`suite needle`).
-            own: makes further systems.
+            values: entries as typed or parsed (`system.parse`).
+            roles: roles that systems may fill.
+            taker: name of the caller, for messages (`suite needle`).
+            own: builds further systems.
 
         Raises:
-            ConfigError: an entry is wrong, two systems have one name, an artifact cannot serve the taker, or
-                a budget is below the rows that a policy keeps in any case.
-            ConflictError: two parts of one system play one role.
+            ConfigError: an entry is wrong, two systems have one name, an artifact cannot serve the caller, or
+                a budget is below the entries that a policy always keeps.
+            ConflictError: two parts of one system fill one role.
             TargetMismatchError: an artifact of another target.
         """
         found = [FULL_CACHE, *(own(self) if own else ())]
@@ -112,14 +112,14 @@ class Builder:
                 f"{KEY} has two systems named {twice[0]}; give each once, or one of them a `label`"
             )
         for system in found:
-            Engine(self.target, system.parts)  # refuses parts that cannot go together
+            Engine(self.target, system.parts)  # raises if parts cannot be combined
         return [replace(system, lossless_of=self._plain_of(system, found)) for system in found]
 
     def of(self, entry: Entry, *, roles: Collection[str] = ROLES, taker: str = "") -> list[System]:
-        """The systems of one entry: one for each of its shapes and budgets.
+        """Return the systems of one entry: one for each of its shapes and budgets.
 
         Args:
-            entry: as `parse` gives it.
+            entry: a result of `parse`.
             roles: see `systems`.
             taker: see `systems`.
         """
@@ -130,12 +130,12 @@ class Builder:
     def evicting(
         self, name: str, kind: str, make: MakeEvictor, facts: Json, *, timed: bool = True
     ) -> list[System]:
-        """Systems that evict and nothing else, one a budget.
+        """Return systems that evict and nothing else, one per budget.
 
         Args:
-            name: of the family.
+            name: name of the family.
             kind: see `System`.
-            make: their evictor with a budget.
+            make: returns their evictor for a budget.
             facts: see `System`.
             timed: see `System`.
         """
@@ -143,7 +143,7 @@ class Builder:
         return list(self._at_budgets(plain, EVICTOR, partial(_made, make)))
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
-        same = self.greedy or system.shape.law is Law.POINT
+        same = self.greedy or system.shape.children is ChildChoice.POINT
         return without_draft(system, systems) if same else None
 
     def _policies(self, entry: Entry, roles: Collection[str], taker: str) -> list[System]:
@@ -158,9 +158,9 @@ class Builder:
         return self.evicting(name, POLICY, _policy_maker(policy), _policy_facts(policy))
 
     def _combined(self, entry: Entry, roles: Collection[str], taker: str) -> Iterator[System]:
-        """Artifacts, a method, a policy and a cache, or some of these, as one system.
+        """Yield the systems that combine an entry's artifacts, method, policy and cache.
 
-        It is made at every budget if something evicts or selects, and with every shape if something drafts.
+        There is one for every budget if something evicts or selects, and for every shape if something drafts.
         """
         loaded = [self.load(one) for one in entry.artifacts]
         self._check_options(entry, loaded)
@@ -183,15 +183,15 @@ class Builder:
                 yield from self._at_budgets(shaped, EVICTOR, partial(_made, evict))
 
     def parts(self, entry: Entry, loaded: Sequence[Artifact]) -> Parts:
-        """Draft, evictor and cache of an entry, the evictor with the first budget.
+        """Return draft, evictor and cache of an entry, the evictor with the first budget.
 
         Args:
-            entry: as `parse` gives it.
+            entry: a result of `parse`.
             loaded: its artifacts, in their order.
 
         Raises:
             ConfigError: an option is wrong, or something evicts and there is no budget.
-            ConflictError: two of its parts play one role.
+            ConflictError: two of its parts fill one role.
             TargetMismatchError: an artifact of another target.
         """
         parts = [self._artifact(one, entry.options) for one in loaded]
@@ -205,7 +205,7 @@ class Builder:
         return Parts().merge(*parts)
 
     def _facts(self, entry: Entry, loaded: Sequence[Artifact]) -> tuple[Json, str | None]:
-        """What the outputs of an entry's systems follow from, and the words for its method."""
+        """Return the facts that decide the outputs of an entry's systems, and its method in words."""
         found, words = zip(entry.artifacts, loaded, strict=True), None
         facts: Json = {"artifacts": [artifact_facts(where, one) for where, one in found]}
         if entry.method is not None:
@@ -219,7 +219,7 @@ class Builder:
         return facts, words
 
     def _at_shapes(self, system: System, entry: Entry) -> Iterator[System]:
-        """A system with every shape that its draft is to have; as it is where nothing drafts."""
+        """Yield a system with every shape that its draft should have; unchanged if it has no draft."""
         if system.parts.draft is None:
             if entry.shapes:
                 raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
@@ -232,13 +232,13 @@ class Builder:
             )
         for shape in shapes:
             name = f"{system.name} {shape_name(shape)}" if len(shapes) > 1 else system.name
-            facts = {**system.facts, "shape": list(shape.widths), "law": shape.law.value}
+            facts = {**system.facts, "shape": list(shape.widths), "children": shape.children.value}
             if shape.keep is not None:
                 facts["keep"] = shape.keep
             yield replace(system, name=name, family=name, shape=shape, facts=facts)
 
     def _at_budgets(self, system: System, role: str, make: Callable[[Budget], Any]) -> Iterator[System]:
-        """A system with its evictor or selector at every budget."""
+        """Yield a system with its evictor or selector at every budget."""
         for budget in self._budgets(system.name):
             yield replace(
                 system,
@@ -256,7 +256,7 @@ class Builder:
         return self.budgets
 
     def _artifact(self, artifact: Artifact, options: Json) -> Parts:
-        """An artifact's parts, checked and made once for all systems that have them."""
+        """Return an artifact's parts, checked and built once for all systems that share them."""
         given = self._keys(artifact.method, options)
         name = json.dumps([str(artifact.folder), given], sort_keys=True)
         if name not in self._attached:
@@ -264,7 +264,7 @@ class Builder:
         return self._attached[name]
 
     def _keys(self, method: str, options: Json) -> Json:
-        """The inference keys that a method is attached with, the first budget among them where it evicts."""
+        """Return the inference keys to attach a method with, and the first budget if it evicts."""
         keys = methods.get(method).inference_keys
         given = {key: value for key, value in options.items() if key in keys}
         if set(BUDGET_KEYS) <= set(keys):
@@ -273,7 +273,7 @@ class Builder:
         return given
 
     def _method(self, entry: Entry) -> tuple[Parts, Json, str]:
-        """The parts of a method without an artifact, its settings, and its name with what is not a default.
+        """Return the parts of a method without an artifact, its settings, and its name with changed defaults.
 
         Raises:
             ConfigError: no such method or option, or the method needs an artifact.
@@ -316,11 +316,11 @@ class Builder:
 
 
 def artifact_facts(where: str, artifact: Artifact) -> Json:
-    """What the outputs of an artifact follow from: its weights alone do not say how they are used.
+    """Return the facts that decide an artifact's outputs: its weights, and the settings for their use.
 
     Args:
-        where: what it was loaded by; its last part is its name.
-        artifact: read from a folder.
+        where: name or folder that it was loaded by; the last part is its name.
+        artifact: the loaded artifact.
     """
     return {
         "artifact": Path(where).name,
@@ -334,7 +334,7 @@ def artifact_facts(where: str, artifact: Artifact) -> Json:
 def check_role(
     who: str, role: str, roles: Collection[str], taker: str, *, method: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse what the taker has no use for; a method without training can perhaps leave it out."""
+    """Refuse a role that the caller cannot use; a method without training may be able to leave it out."""
     if role in roles:
         return
     what = {DRAFT: "a draft", EVICTOR: "an evictor", SELECTOR: "a selector"}[role]
@@ -363,12 +363,12 @@ def _policy_facts(policy: Named) -> Json:
 
 
 def _made(make: MakeEvictor, budget: Budget) -> Evictor:
-    """An evictor, refused where its budget has no room for what it keeps in any case."""
+    """Build an evictor, refusing a budget below the entries that it always keeps."""
     evictor = make(budget)
     least = int(getattr(evictor, "least_budget", 1))
     if budget.tokens is not None and budget.tokens < least:
         raise ConfigError(
-            f"suite.budgets has {budget.tokens} rows and {evictor.name} keeps {least} in any case; pass "
+            f"suite.budgets has {budget.tokens} entries and {evictor.name} always keeps {least}; pass "
             f"budgets of at least {least}, or a smaller window"
         )
     return evictor

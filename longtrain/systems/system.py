@@ -1,8 +1,8 @@
-"""One way of running the target: how it is written in a configuration, and what it is once it is made.
+"""Defines a system, one way of running the target, and the grammar of its entry in a configuration.
 
 `suite.systems` is the one grammar that every job reads. An entry is the name of a policy or of a method, or a
-mapping. `{name: NAME, option: value}` is a policy or a method with options. Otherwise the keys say what is
-put together: `artifact`, `policy`, `method`, `cache`, and inference keys of the artifacts.
+mapping. `{name: NAME, option: value}` is a policy or a method with options. Otherwise the keys name the parts
+of a combination: `artifact`, `policy`, `method`, `cache`, and inference keys of the artifacts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVERYWHERE: dict[str, Any] = {
     "shapes": tuple[tuple[Count, ...], ...],
     "acceptance": Share,
 }
-"""Keys of every entry -> what each may be."""
+"""Keys of every entry -> type of their values."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Entry:
     Args:
         artifacts: names or folders of exported modules.
         policy: an eviction policy.
-        method: a method that needs no training, or that is to have random weights.
+        method: a method that needs no training, or that should have random weights.
         cache: a cache by its name.
-        options: inference keys of what is attached.
-        label: what the system is called; None: by what it is made of.
+        options: inference keys of the attached parts.
+        label: name of the system; None: composed from its parts' names.
         shapes: widths of the trees that it drafts; empty: those of the run.
-        acceptance: the chance that a drafted token is accepted, where it is given.
+        acceptance: probability that a drafted token is accepted, if it is simulated.
     """
 
     artifacts: tuple[str, ...] = ()
@@ -66,14 +66,14 @@ class Entry:
 
     @property
     def is_policy(self) -> bool:
-        """Whether it is an eviction policy and nothing else."""
+        """True if it is an eviction policy and nothing else."""
         return self.policy is not None and not (self.artifacts or self.method or self.cache)
 
     def called(self, *, method: str | None = None) -> str:
-        """What its systems are called, budget and shape aside.
+        """Return the name of its systems, without budget and shape.
 
         Args:
-            method: the words for the method, over those that were typed.
+            method: words for the method, instead of those that were typed.
         """
         if self.label:
             return self.label
@@ -87,7 +87,7 @@ class Entry:
         return in_words("+".join(names), self.options)
 
     def config(self) -> Any:
-        """The method's settings.
+        """Return the method's settings.
 
         Raises:
             ConfigError: there is no such method or setting, or a value is not allowed.
@@ -97,11 +97,13 @@ class Entry:
 
 
 def parse(value: Any) -> Entry:
-    """An entry as it was typed.
+    """Parse an entry as it was typed; one that is parsed already stays as it is.
 
     Raises:
-        ConfigError: it is of no kind that there is, or a key has a value that is not allowed.
+        ConfigError: it has none of the allowed forms, or a key has a value that is not allowed.
     """
+    if isinstance(value, Entry):
+        return value
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping) or {"name", *PARTS}.isdisjoint(value):
@@ -121,7 +123,7 @@ def parse(value: Any) -> Entry:
 
 
 def parse_all(values: Any) -> list[Entry]:
-    """The entries of `suite.systems`.
+    """Parse the entries of `suite.systems`.
 
     Raises:
         ConfigError: it is no list, or an entry is wrong.
@@ -132,7 +134,7 @@ def parse_all(values: Any) -> list[Entry]:
 
 
 def check_methods(entries: Iterable[Entry], key: str = KEY) -> None:
-    """Refuse wrong settings of the entries' methods, by the key that they were typed under.
+    """Refuse wrong settings of the entries' methods, naming the key that they were typed under.
 
     Raises:
         ConfigError: there is no such method or setting, or a value is not allowed.
@@ -145,10 +147,10 @@ def check_methods(entries: Iterable[Entry], key: str = KEY) -> None:
 
 @contextmanager
 def as_typed(entry: Entry, key: str = KEY) -> Iterator[None]:
-    """Within the block, errors about settings of the entry's method name them as they stand in the entry.
+    """Context manager that makes errors about the entry's method name the settings as typed in the entry.
 
     Raises:
-        ConfigError: that of the block, without the `method.` of the command line.
+        ConfigError: the block's error, without the `method.` of the command line.
     """
     try:
         yield
@@ -160,7 +162,7 @@ def as_typed(entry: Entry, key: str = KEY) -> Iterator[None]:
 
 
 def _bare(rest: Json) -> Json:
-    """What `NAME` or `{name: NAME, option: value}` stands for."""
+    """Resolve `NAME` or `{name: NAME, option: value}` to a policy or a method."""
     name = str(rest.pop("name"))
     if name in POLICIES:
         return {"policy": Named(name, rest)}
@@ -173,7 +175,7 @@ def _bare(rest: Json) -> Json:
 
 
 EVICTOR, DRAFT, SELECTOR = "evictor", "draft", "selector"
-"""Roles that a system can bring to whoever runs it."""
+"""Roles that a system's parts can fill."""
 FULL, POLICY, ARTIFACT, COMBINED, CACHE = "full", "policy", "artifact", "combined", "cache"
 BUDGET_KEYS = ("budget_tokens", "budget_ratio")
 
@@ -187,14 +189,14 @@ class System:
         kind: `full`, `policy`, `artifact` (also a method without training), `combined`, `cache`, or a kind
             that a suite gives to a system of its own.
         family: the name without its budget: systems of a family form one line of a plot.
-        budget: rows kept, or read at each step, as typed: `128` or `10%`; None where that is all of them.
+        budget: KV entries kept, or read at each step, as typed: `128` or `10%`; None: all of them.
         parts: draft, evictor, cache and selector for an engine.
-        shape: what is drafted each cycle.
-        facts: JSON values that its outputs follow from; a ledger with other facts is refused.
-        lossless_of: the system with the same cache and no draft, whose texts it must repeat; None where there
+        shape: shape of the tree that is drafted in each cycle.
+        facts: JSON values that decide its outputs; a results journal with other facts is refused.
+        lossless_of: the system with the same cache and no draft, whose text it must repeat; None if there
             is none, nothing is drafted, or drafts are sampled.
-        acceptance: the chance that a drafted token is accepted, where it is given and not measured.
-        timed: whether its speed says something; that of an upper bound which nobody can run does not.
+        acceptance: probability that a drafted token is accepted, if it is simulated and not measured.
+        timed: True if its speed is meaningful; that of an upper bound that cannot be run in practice is not.
     """
 
     name: str
@@ -210,17 +212,17 @@ class System:
 
     @property
     def drafts(self) -> bool:
-        """Whether it speculates."""
+        """True if it speculates."""
         return self.parts.draft is not None and bool(self.shape.widths)
 
     @property
     def evicts(self) -> bool:
-        """Whether it drops rows of the prompt."""
+        """True if it drops KV entries of the prompt."""
         return self.parts.evictor is not None
 
     @property
     def selects(self) -> bool:
-        """Whether its steps read a part of the rows that it has."""
+        """True if its steps read a part of its KV entries."""
         return self.parts.selector is not None
 
 
@@ -228,7 +230,7 @@ FULL_CACHE = System("full", FULL, "full")
 
 
 def shape_name(shape: TreeShape) -> str:
-    """`chain 4`, `tree 4-8-8`, or `tree 10-10-10 best 24`."""
+    """Return a shape in words: `chain 4`, `tree 4-8-8`, or `tree 10-10-10 best 24`."""
     if set(shape.widths) == {1}:
         return f"chain {shape.depth}"
     kept = "" if shape.keep is None else f" best {shape.keep}"
@@ -236,14 +238,14 @@ def shape_name(shape: TreeShape) -> str:
 
 
 def budget_label(budget: Budget) -> str:
-    """`128` rows, or `10%` of the prompt."""
+    """Return a budget in words: `128` entries, or `10%` of the prompt."""
     return str(budget.tokens) if budget.ratio is None else f"{100 * budget.ratio:g}%"
 
 
 def without_draft(system: System, systems: Sequence[System]) -> str | None:
-    """The system whose texts a draft must repeat: the same one without the draft.
+    """Return the name of the system whose text a draft must repeat: the same one without the draft.
 
-    None where there is none, or where a cache's own settings allow the texts to differ.
+    None if there is none, or if a cache's own settings allow the text to differ.
     """
     if not system.drafts:
         return None
@@ -263,20 +265,20 @@ def without_draft(system: System, systems: Sequence[System]) -> str | None:
 
 
 def _cache(system: System) -> Json | None:
-    """What texts on a system's own cache follow from; None where that is the draft too."""
+    """Return the settings of a system's own cache that decide its text; None if the draft matters too."""
     if named := system.facts.get("cache"):
         if named["name"] != "int8":
             return dict(named)
-        values = {"name": "quantspec", "split": named["split"]}  # the cache that this method brings
+        values = {"name": "quantspec", "split": named["split"]}  # the cache of this method
     else:
         values = dict(system.facts["method"])
     spec = methods.get(values.pop("name"))
-    law = None if spec.cache_law is None else spec.cache_law(spec.config(**values))
-    return None if law is None else {"name": spec.name, **law}
+    children = None if spec.text_settings is None else spec.text_settings(spec.config(**values))
+    return None if children is None else {"name": spec.name, **children}
 
 
 def _budgeted(system: System) -> Json:
-    """What a system's evictor or selector is made of."""
+    """Return the facts of a system's evictor or selector."""
     facts = system.facts
     if "artifacts" not in facts:
         return {"policy": {k: v for k, v in facts.items() if k != "budget"}, "budget": facts["budget"]}

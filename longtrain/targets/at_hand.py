@@ -1,4 +1,4 @@
-"""Where a target's files are: bundled, in a folder, in a GGUF file, or on the Hub."""
+"""Locates a target's files: bundled, in a folder, in a GGUF file, or on the Hub."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ HUB_FILES = [
     "pytorch_model*.bin",
     CARD,
 ]
-"""What is fetched of a target on the Hub."""
+"""Patterns of the files that are downloaded from the Hub."""
 
 
 def is_gguf(where: str | Path) -> bool:
-    """Whether a target is named by a GGUF file."""
+    """Return True if a target is given as a GGUF file."""
     return str(where).lower().endswith(".gguf") and not Path(where).expanduser().is_dir()
 
 
 def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
-    """The local folder of a target; that of a GGUF file is made the first time (`targets.stored.gguf`).
+    """Return the local folder of a target; a GGUF file's is made on first use (`targets.stored.gguf`).
 
     Args:
         where: `tiny`, a folder, a `.gguf` file or a Hub id.
-        fetch: whether a Hub id may be fetched; False: it must have been fetched before.
+        fetch: True if a Hub id may be downloaded; False: it must have been downloaded before.
 
     Raises:
         ConfigError: there is no such folder, file or Hub id.
         ArtifactError: a GGUF file cannot be read.
-        TargetMismatchError: a GGUF file holds a model that is not supported.
+        TargetMismatchError: a GGUF file has a model that is not supported.
     """
     if str(where) == "tiny":
         folder = asset_dir("bundled") / "tiny"
@@ -79,15 +79,15 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
 
 
 def is_hub_id(where: str) -> bool:
-    """Whether a target that is nothing on this machine may be one of the Hub: ORG/NAME."""
+    """Return True if a target that is not on this machine may be a Hub id: ORG/NAME."""
     named = where.count("/") == 1 and where[0] not in "./~" and not is_gguf(where)
     return named and not Path(where).expanduser().exists()
 
 
 def fetch_config(where: str) -> None:
-    """Fetch the config.json of a target on the Hub, so that its shape is known before its weights are there.
+    """Download the config.json of a Hub target, so that its shape is known before its weights are there.
 
-    Nothing is said where the Hub does not give it: whoever loads the target does.
+    Errors are ignored: loading the target reports them.
 
     Args:
         where: a Hub id.
@@ -99,11 +99,11 @@ def fetch_config(where: str) -> None:
 
 
 def folder_at_hand(where: str, *, weights: bool = True) -> Path:
-    """The folder of a target that is on this machine, its files checked without loading or fetching anything.
+    """Return the folder of a target on this machine, checking its files without loading or downloading.
 
     Args:
         where: `tiny`, a folder, a `.gguf` file or a Hub id.
-        weights: whether the weights must be there too.
+        weights: True if the weights must be there too.
 
     Raises:
         ConfigError: nothing of that name is on this machine.
@@ -124,10 +124,11 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
 
 
 def source_of(folder: Path) -> dict[str, str]:
-    """Which weights a target's folder has, as far as its files say it; artifacts and results keep it.
+    """Identify the weights of a target's folder as far as its files do; stored in artifacts and results.
 
-    Returns: `gguf`, `sha256` and `quantisation` of the GGUF file that it was made of, or `hub_revision` of a
-        folder from the Hub; or nothing.
+    Returns:
+        `gguf`, `sha256` and `quantisation` of the GGUF file that it was made of, or `hub_revision` of a
+        folder from the Hub; or an empty dict.
     """
     from longtrain.targets.stored.gguf import RECORD, record_of
 
@@ -137,7 +138,7 @@ def source_of(folder: Path) -> dict[str, str]:
 
 
 def _revision(folder: Path) -> str:
-    """The commit that a folder of the Hub's cache, or one that `hf download` made, was fetched at."""
+    """Return the commit at which a folder of the Hub's cache, or of `hf download`, was downloaded; or ""."""
     if folder.parent.name == "snapshots":
         return folder.name
     try:
@@ -148,7 +149,7 @@ def _revision(folder: Path) -> str:
 
 
 def licence_of(where: str) -> str | None:
-    """The licence that the card of a target on this machine states; None: it has no card, or states none.
+    """Return the licence in the model card of a target on this machine; None if there is none.
 
     Args:
         where: `tiny`, a folder or a Hub id.

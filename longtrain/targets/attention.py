@@ -1,4 +1,4 @@
-"""The one hook between transformers and our caches: an attention function, and no mask function.
+"""Connects transformers' models to our caches, as an attention function without a mask function.
 
 Shapes: B batch, T new tokens, H query heads, G KV heads, D head dim, E hidden dim.
 """
@@ -18,42 +18,44 @@ from longtrain.errors import ConfigError
 NAME = "longtrain"
 """The `attn_implementation` that a target's model is built with."""
 
-Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called once a layer with (layer, q_BHTD, k_BGTD, v_BGTD) of the new rows, after RoPE and q/k norm, right
-after K and V were written and before attention. It may keep views; it must not write into them.
+AttentionHook: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
+"""An attention hook: called once per layer with (layer, q_BHTD, k_BGTD, v_BGTD) of the new tokens.
 
-A watch, or a cache, that also has a method `see_inputs(layer, x_BTE)` is shown what each layer's attention
-reads (the output of the norm before it), before its queries, keys and values are made."""
+They are after RoPE and q/k norm; the call is right after K and V were written and before attention. It may
+keep views but must not write into them. If a hook, or a cache, also has a method `see_inputs(layer, x_BTE)`,
+that is called with each layer's attention input (the output of the norm before it), before queries, keys and
+values are computed.
+"""
 
 Inputs: TypeAlias = Callable[[int, Tensor], None]
-"""Called once a layer with (layer, x_BTE)."""
+"""Called once per layer with (layer, x_BTE)."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward tells the hook; it travels through the model as the extra keyword `longtrain_pass`.
+    """Arguments of the hook for one forward, passed through the model as the extra keyword `longtrain_pass`.
 
     Args:
         cache: owner of K and V.
-        mask: visibility among the new rows.
+        mask: visibility among the new tokens.
         stop_at_layer: leave once this layer's K and V are written.
-        watch: sees every layer's queries, keys and values (importance scores are made of them).
+        hook: receives every layer's queries, keys and values (for importance scores).
     """
 
     cache: KVCache
     mask: Mask
     stop_at_layer: int | None = None
-    watch: Watch | None = None
+    hook: AttentionHook | None = None
 
     @property
     def inputs(self) -> list[Inputs]:
-        """Who wants to see what each layer's attention reads: the watch, the cache, both or nobody."""
-        found = [getattr(one, "see_inputs", None) for one in (self.watch, self.cache)]
+        """The `see_inputs` methods of the attention hook and of the cache, as far as they have one."""
+        found = [getattr(one, "see_inputs", None) for one in (self.hook, self.cache)]
         return [look for look in found if look is not None]
 
 
 class LeaveEarly(Exception):  # noqa: N818 (a jump out of the model, not an error)
-    """Raised by the hook at `Pass.stop_at_layer`, caught by `Target`; never seen outside."""
+    """Raised by the hook at `Pass.stop_at_layer` and always caught by `Target`."""
 
 
 def attend(
@@ -68,7 +70,7 @@ def attend(
     written: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer by the cache of this forward.
+    """Compute one layer's attention with the cache of this forward.
 
     The name is not registered as a mask function, so transformers builds no mask (and needs no host sync).
 
@@ -80,10 +82,10 @@ def attend(
         attention_mask: always None.
         scaling: softmax scale; None means D ** -0.5.
         longtrain_pass: this forward's cache and mask.
-        written: whether K and V are in the cache already.
+        written: True if K and V are in the cache already.
 
     Returns:
-        out [B, T, H, D] as transformers wants it, and no weights.
+        The output [B, T, H, D], as transformers expects it, and no weights.
 
     Raises:
         ConfigError: the model was called directly and not through `Target`.
@@ -97,8 +99,8 @@ def attend(
     cache = longtrain_pass.cache
     if not written and not isinstance(longtrain_pass.mask, PrefixOnly):
         cache.write(layer, key, value)
-    if longtrain_pass.watch is not None:
-        longtrain_pass.watch(layer, query, key, value)
+    if longtrain_pass.hook is not None:
+        longtrain_pass.hook(layer, query, key, value)
     if layer == longtrain_pass.stop_at_layer:
         raise LeaveEarly
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,6 +1,6 @@
-"""The reference target: a small Llama from its shape, its training forward, its folder with int8 rows.
+"""The reference target: a small Llama with its training forward, stored as a folder with int8 weights.
 
-Shapes: T tokens of one packed row, E hidden dim, H query heads, G KV heads, D head dim.
+Shapes: T tokens of one packed sequence, E hidden dim, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LlamaShape:
     Args:
         vocab_size: entries of the tokenizer.
         hidden_size: E.
-        n_layers: decoder layers.
+        n_layers: number of decoder layers.
         n_heads: H.
         n_kv_heads: G.
         head_dim: D; H x D need not be E.
@@ -54,7 +54,7 @@ class LlamaShape:
 
 
 def build_llama(shape: LlamaShape, *, seed: int = 0) -> LlamaForCausalLM:
-    """A trainable Llama in fp32: normal init, projections that write to the residual stream scaled by depth.
+    """Build a trainable Llama in fp32; normal init, scaled by depth in projections to the residual stream.
 
     Raises:
         ConfigError: sizes that do not fit each other.
@@ -84,19 +84,19 @@ def build_llama(shape: LlamaShape, *, seed: int = 0) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config).float()
     model.set_attn_implementation(NAME)
-    coins = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            parameter.normal_(0.0, 0.02 / (2 * shape.n_layers) ** 0.5 if writes else 0.02, generator=coins)
+            parameter.normal_(0.0, 0.02 / (2 * shape.n_layers) ** 0.5 if writes else 0.02, generator=rng)
     return model
 
 
 class _TrainCapture(PackedCapture):
-    """Under autocast RoPE leaves q and k in fp32 while v is half: attention runs in v's dtype."""
+    """Runs attention in v's dtype: under autocast RoPE leaves q and k in fp32 while v is half."""
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         super().write(layer, k_BGTD.to(v_BGTD.dtype), v_BGTD)
@@ -107,7 +107,7 @@ class _TrainCapture(PackedCapture):
 
 
 def packed_hidden(model: LlamaForCausalLM, ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
-    """Final normed hidden states [T, E] of one packed row of documents, with gradients.
+    """Return the final normed hidden states [T, E] of one packed sequence of documents, with gradients.
 
     Args:
         model: from `build_llama`.
@@ -126,7 +126,7 @@ def packed_hidden(model: LlamaForCausalLM, ids_T: Tensor, pos_T: Tensor, bounds:
 
 
 def quantise_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices as int8 rows with one fp32 scale each (`name` and `name.scale`), vectors in bf16.
+    """Quantise matrices to int8 with one fp32 scale a row (`name` and `name.scale`); vectors become bf16.
 
     The scale of a row is its largest magnitude over 127.
     """
@@ -150,7 +150,8 @@ def save_bundle(model: LlamaForCausalLM, tokenizer: Path, folder: Path) -> int:
         tokenizer: folder of its tokenizer.
         folder: made if missing.
 
-    Returns: bytes of the folder.
+    Returns:
+        The size of the folder in bytes.
 
     Raises:
         ArtifactError: a tokenizer file is missing.
@@ -174,7 +175,7 @@ def save_bundle(model: LlamaForCausalLM, tokenizer: Path, folder: Path) -> int:
 
 
 def _config(model: LlamaForCausalLM) -> dict[str, Any]:
-    """The config as any transformers reads it, without what belongs to this process."""
+    """Return the config in a form that any transformers version reads, without values of this process."""
     values = json.loads(model.config.to_json_string(use_diff=False))
     keep = (
         "architectures",

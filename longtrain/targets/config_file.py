@@ -1,4 +1,4 @@
-"""A target's config.json and generation_config.json, checked before transformers makes anything of them."""
+"""Reads and checks a target's config.json and generation_config.json before transformers uses them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from longtrain.files import impossible_number, read_json
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
 MOST = {"num_hidden_layers": 2**12}
-"""Sizes above these are no model's; 2**31 where a key is not here."""
+"""Largest allowed sizes; 2**31 for other keys."""
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config of a target folder.
+    """Read the transformers config of a target folder.
 
     Raises:
         ArtifactError: there is none, or it describes no model.
@@ -39,7 +39,7 @@ def read_config(folder: Path) -> Any:
 
 
 def _check_heads(values: dict[str, Any], file: Path) -> None:
-    """Refuse heads that no attention can be made of, before transformers fails at the first forward."""
+    """Refuse impossible head counts and sizes, before transformers fails at the first forward."""
     hidden, heads, kv_heads, head_dim = (
         values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -55,10 +55,10 @@ def _check_heads(values: dict[str, Any], file: Path) -> None:
 
 
 def read_object(file: Path, advice: str = "get the folder again") -> dict[str, Any]:
-    """The keys and values of a JSON file.
+    """Read the keys and values of a JSON file.
 
     Raises:
-        ArtifactError: there is no such file, or it holds something else than one JSON object.
+        ArtifactError: there is no such file, or it is not one JSON object.
     """
     if not file.exists():
         raise ArtifactError(f"{file.parent} has no {file.name}; {advice}")
@@ -72,7 +72,7 @@ def read_object(file: Path, advice: str = "get the folder again") -> dict[str, A
 
 
 def eos_ids_of(config: Any, folder: Path | None) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's, which chat models extend, else the config's.
+    """Return the end-of-sequence ids: the generation config's, which chat models extend, else the config's.
 
     Raises:
         ArtifactError: the generation config cannot be read, or they are no ids.

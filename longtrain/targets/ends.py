@@ -1,6 +1,6 @@
 """A target without its layers: embeddings, final norm, LM head and rotary, for training on stored features.
 
-Shapes: T tokens of a packed row.
+Shapes: T tokens of a packed sequence.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from longtrain.targets.step import PackedStep
 
 Weights = Callable[[], Iterator[tuple[str, StoredWeight]]]
-"""Goes through all weights: the name of each, and what gives its values."""
+"""Iterates over all weights: the name of each, and a reader of its values."""
 
 LAYERS = "model.layers."
-"""How the names of the layers' weights begin."""
+"""Prefix of the names of the layers' weights."""
 
 
 class TargetEnds(Target):
     """A target that embeds, rotates and has an LM head, but cannot run.
 
     Args:
-        model: its layers are on the meta device.
+        model: a model whose layers are on the meta device.
         info: facts about the whole target.
         tokenizer: its tokenizer, if any.
-        weights: where single layers are read, or drawn anew, when they are asked for.
+        weights: source from which single layers are read, or drawn anew, on request.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TargetEnds(Target):
         self._weights = weights
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
-        """Weights of a decoder layer, read or drawn now."""
+        """Return the weights of a decoder layer, read or drawn on the spot."""
         prefix = f"{LAYERS}{layer}."
         return {
             name.removeprefix(prefix): stored.rows(slice(None)).to(self.device, self.dtype)
@@ -62,7 +62,7 @@ class TargetEnds(Target):
         }
 
     def packed(self, *args: Any, **kwargs: Any) -> PackedStep:
-        """Refused.
+        """Raise an error: there are no layers.
 
         Raises:
             ConfigError: always.
@@ -70,7 +70,7 @@ class TargetEnds(Target):
         raise self._cannot_run()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Raise an error: there are no layers.
 
         Raises:
             ConfigError: always.
@@ -87,7 +87,7 @@ class TargetEnds(Target):
 def drawn_weights(
     shapes: Mapping[str, torch.Size], seed: int, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Name of each random weight (`weights.random_weights`), and what draws it."""
+    """Yield the name of each random weight (`weights.random_weights`), and a function that draws it."""
 
     def draw(name: str, rows: slice) -> Tensor:
         return random_tensor(name, shapes[name], seed=seed, dtype=dtype, device=device)[rows]
@@ -99,7 +99,7 @@ def drawn_weights(
 def assign_ends(
     model: nn.Module, weights: Weights, folder: Path, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, tuple[torch.Size, bytes]]:
-    """Fill all of a model on the meta device but its layers; every tensor's shape and sample come back.
+    """Fill all of a model on the meta device except its layers; return every tensor's shape and sample.
 
     Raises:
         ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.

@@ -1,9 +1,10 @@
 """A target's decoder with one product for q, k, v, one for gate and up, and fused operators between them.
 
 Built for one model, at run time: no class is patched, and the model's own modules stay. Their weights become
-views of the joined ones, so there is no second copy, and whatever reads them (LoRA on suffix rows, warm
-starts) goes on as before.
-Shapes: B batch, T new rows, N = B * T rows, E hidden dim, X = (H + 2 G) D, I intermediate dim.
+views of the concatenated ones, so there is no second copy, and code that reads them (LoRA on suffix tokens,
+warm starts) works as before.
+
+Shapes: B batch, T new tokens, N = B * T, E hidden dim, X = (H + 2 G) D, I intermediate dim.
 """
 
 from __future__ import annotations
@@ -31,54 +32,54 @@ from longtrain.kernels.fused_layer import (
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
 from longtrain.targets.attention import Pass, attend
-from longtrain.targets.step import Rows
+from longtrain.targets.step import TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 MLP_NUMBERS = 16384 * 14336
-"""Most numbers of a wide activation of an MLP, which takes longer prompts in pieces.
+"""Most elements of an MLP's wide activation; longer prompts are processed in pieces.
 
 The wide activations of a whole 128K prompt would take 11 GB at 8B shape.
 """
 _CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not depend on how long a text is."""
+"""Kinds of rotary embedding whose frequencies do not depend on the length."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer as its tensors; of few rows by the kernel made for them."""
+    """A linear layer given by its tensors; few inputs go through the kernel made for them."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, x_NE: Tensor, residual_NF: Tensor | None = None) -> Tensor:
-        """Its product with some rows, plus a residual stream."""
+        """Return the product with [N, E] inputs, plus a residual stream."""
         if serves(x_NE, self.weight) and (self.bias is None or residual_NF is None):
             return small_linear(x_NE, self.weight, residual=residual_NF if self.bias is None else self.bias)
         out_NF = linear(x_NE, self.weight, self.bias)
         return out_NF if residual_NF is None else out_NF + residual_NF
 
     def swiglu(self, x_NE: Tensor) -> Tensor:
-        """`silu(gate) * up` of gate and up side by side."""
+        """Return `silu(gate) * up`, if the layer is gate and up concatenated."""
         if self.bias is None and serves(x_NE, self.weight):
             return small_swiglu(x_NE, self.weight)
         return swiglu(self(x_NE))
 
     def sum(self, x_NE: Tensor, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it: nothing where the product does that."""
+        """Return the residual stream and a product still to be added to it, None if the kernel did that."""
         if self.bias is None and serves(x_NE, self.weight):
             return self(x_NE, residual_NF), None
         return residual_NF, self(x_NE)
 
 
 Product: TypeAlias = Dense | Int4Linear
-"""Several linears of one input as one."""
+"""Concatenated linears of one input, in full precision or in 4 bits."""
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The joined weights of one decoder layer, and the modules they came from."""
+    """The concatenated weights of one decoder layer, and the module they came from."""
 
     module: Any
     qkv: Product
@@ -89,7 +90,7 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """The decoder without its LM head, as `Target` runs it.
+    """The decoder without its LM head, as run by `Target`.
 
     Args:
         body: the model below the LM head (`LlamaModel` and its like).
@@ -97,7 +98,7 @@ class FusedDecoder:
 
     Raises:
         TargetMismatchError: the MLP is not a SwiGLU without biases.
-        ConfigError: of a layer's q, k and v some have a bias and some have none.
+        ConfigError: some of a layer's q, k and v have a bias and some have none.
     """
 
     def __init__(self, body: Any, info: TargetInfo) -> None:
@@ -114,9 +115,9 @@ class FusedDecoder:
             self.layers = [_fused(layer) for layer in body.layers]
 
     def __call__(
-        self, rows: Rows, one_pass: Pass, wanted: Sequence[int], hidden: dict[int, Tensor]
+        self, rows: TokenBatch, one_pass: Pass, wanted: Sequence[int], hidden: dict[int, Tensor]
     ) -> Tensor:
-        """Final normed hidden state [B, T, E]; the output of each wanted layer goes into `hidden`."""
+        """Return the final normed hidden state [B, T, E]; put outputs of wanted layers into `hidden`."""
         x_NE, normed_NE, rope = self._enter(rows)
         T, E = rows.pos_BT.shape[1], x_NE.shape[1]
         B = len(x_NE) // T
@@ -124,6 +125,7 @@ class FusedDecoder:
         mlp_rows = max(1, MLP_NUMBERS // self.info.intermediate_size)
         writes = not isinstance(one_pass.mask, PrefixOnly)
         looks = one_pass.inputs
+        # The norm at the top of each layer is fused with its residual sum: it is the next layer's first norm.
         above = [*(layer.module.input_layernorm for layer in self.layers[1:]), self.body.norm]
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
@@ -144,6 +146,7 @@ class FusedDecoder:
             )
             x_NE, add_NE = _sum(layer.out, mixed_BTHD.reshape(B * T, -1), x_NE)
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.post_attention_layernorm.weight, eps)
+            # the MLP in pieces of tokens, to bound its wide activations
             parts = normed_NE.split(mlp_rows)
             if len(parts) == 1:
                 x_NE, add_NE = _sum(layer.down, layer.gate_up.swiglu(normed_NE), x_NE)
@@ -154,8 +157,8 @@ class FusedDecoder:
                 hidden[index] = x_NE.view(B, T, E)
         return normed_NE.view(B, T, E)
 
-    def _enter(self, rows: Rows) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """The rows' embeddings [N, E], the first layer's norm of them, and cos and sin, each [N, D]."""
+    def _enter(self, rows: TokenBatch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Return embeddings [N, E], the first layer's norm of them, and cos and sin, each [N, D]."""
         weight, eps = self.layers[0].module.input_layernorm.weight, self.info.rms_norm_eps
         if rows.embeds_BTE is None:
             assert rows.ids_BT is not None
@@ -170,7 +173,7 @@ class FusedDecoder:
         return x_NE, normed_NE, (cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1))
 
     def rope(self, pos_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The model's own rotary cos and sin [B, T, D], in one launch where its frequencies are constants."""
+        """Return the model's rotary cos and sin [B, T, D], in one launch for constant frequencies."""
         angles = self.angles()
         if angles is None:
             return self.body.rotary_emb(pos_BT.new_empty(0, dtype=dtype), position_ids=pos_BT)
@@ -178,14 +181,14 @@ class FusedDecoder:
         return cos_ND.view(*pos_BT.shape, -1), sin_ND.view(*pos_BT.shape, -1)
 
     def angles(self) -> Angles | None:
-        """The model's rotary embedding, where its frequencies are constants."""
+        """Return the model's rotary embedding, if its frequencies are constant."""
         module = self.body.rotary_emb
         if getattr(module, "rope_type", None) not in _CONSTANT_ROPES:
             return None
         return Angles(module.inv_freq, module.attention_scaling)
 
     def tensors(self) -> list[Tensor]:
-        """The first layer's joined weights: they tell this decoder from one that was joined anew."""
+        """Return the first layer's concatenated weights, which identify this decoder until weights move."""
         first = self.layers[0].qkv
         return [first.codes if isinstance(first, Int4Linear) else first.weight]
 
@@ -198,14 +201,14 @@ class FusedDecoder:
 
 
 def _sum(product: Product, x_NX: Tensor, residual_NE: Tensor) -> tuple[Tensor, Tensor | None]:
-    """See `Dense.sum`; what reads 4-bit weights always does it all."""
+    """Apply `Dense.sum`; products with 4-bit weights always add the residual themselves."""
     if isinstance(product, Dense):
         return product.sum(x_NX, residual_NE)
     return product(x_NX, residual_NE), None
 
 
 def _fused(module: Any) -> FusedLayer:
-    """Join a layer's weights, one group after the other."""
+    """Concatenate a layer's weights, one group after the other."""
     attention = module.self_attn
     qkv, gate_up = (_joined(linears) for linears in _sharing(module))
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
@@ -217,21 +220,21 @@ def _fused(module: Any) -> FusedLayer:
 
 
 def _sharing(module: Any) -> list[list[Any]]:
-    """The linears that read one input."""
+    """Return the linears of a layer in groups that share an input."""
     attention, mlp = module.self_attn, module.mlp
     return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
 
 
 def _joined(linears: Sequence[Any]) -> Product:
-    """Several linears as one; they keep views of its weights."""
+    """Concatenate several linears to one, of whose weights they become views."""
     return Int4Linear.joined(linears) if isinstance(linears[0], Int4Linear) else joined(linears)
 
 
 def joined(linears: Sequence[nn.Linear]) -> Dense:
-    """Several linears of one input as one; they keep views of its weights, and no gradients.
+    """Concatenate several linears of one input to one, of whose weights they become views, without gradients.
 
     Args:
-        linears: all with a bias or all without.
+        linears: linears that all have a bias or all have none.
 
     Raises:
         ConfigError: some have a bias and some have none; nothing is changed then.
@@ -254,7 +257,7 @@ def joined(linears: Sequence[nn.Linear]) -> Dense:
 
 
 def lying_together(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one after another as one, without a gradient; None where they do not."""
+    """Return adjacent tensors in memory as one, without a gradient; None if they are not adjacent."""
     first, at = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -265,13 +268,13 @@ def lying_together(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _whole(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another as one: that of which they are views already, or a new one."""
+    """Concatenate tensors, without a copy if they are adjacent already."""
     whole = lying_together(parts)
     return torch.cat([part.detach() for part in parts]) if whole is None else whole
 
 
 def _part(linears: Sequence[Any]) -> None:
-    """Undo `_joined`."""
+    """Give linears that share concatenated weights copies of their own."""
     for one in linears:
         if isinstance(one, Int4Linear):
             one.part()

@@ -1,4 +1,4 @@
-"""What a module must know of its target: shapes, rotary base, vocabulary and who it is; and which are served.
+"""Facts about a target that modules depend on, and the check that a target is supported.
 
 Shapes: L layers, H query heads, G KV heads, D head dim, E hidden dim, V vocabulary.
 """
@@ -32,7 +32,7 @@ _ROPE_KEYS: dict[str, dict[str, Any]] = {
         "truncate": True,
     },
 }
-"""Keys that each rotary type reads besides `rope_theta`, with what it takes where a key is left out."""
+"""Keys that each rotary type reads besides `rope_theta`, with the default of each."""
 _SUPPORTED = f"supported: {', '.join(FAMILIES)} without sliding window"
 
 
@@ -40,7 +40,7 @@ _SUPPORTED = f"supported: {', '.join(FAMILIES)} without sliding window"
 class TargetInfo:
     """Facts about a frozen target that modules are built from and artifacts are checked against.
 
-    `name` and `weights_hash` say who the target is; every other field is arithmetic that a module relies on.
+    `name` and `weights_hash` identify the target; every other field affects a module's arithmetic.
     """
 
     name: str
@@ -64,14 +64,14 @@ class TargetInfo:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the fields as plain JSON values."""
         return {
             key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Rebuild from `to_json`'s output; unknown keys are kept in `extra`."""
+        """Rebuild from `to_json`'s output; unknown keys are stored in `extra`."""
         known = {f.name for f in fields(cls)}
         data = {key: value for key, value in values.items() if key in known}
         data["eos_ids"] = tuple(data.get("eos_ids", ()))
@@ -80,7 +80,7 @@ class TargetInfo:
 
     @property
     def source(self) -> dict[str, str]:
-        """Which weights these are, as `targets.at_hand.source_of` found; empty: their files do not say it."""
+        """Identity of the weights (`targets.at_hand.source_of`); empty if their files do not state it."""
         found = self.extra.get("source")
         return {str(key): str(value) for key, value in found.items()} if isinstance(found, Mapping) else {}
 
@@ -88,7 +88,7 @@ class TargetInfo:
         """Refuse a target that differs from the one a module was trained for.
 
         Args:
-            other: the target at hand; `self` is the one in the artifact.
+            other: the target in use; `self` is the one in the artifact.
 
         Raises:
             TargetMismatchError: a shape, rotary setting, tokenizer or the weights differ.
@@ -111,7 +111,7 @@ class TargetInfo:
 
 
 def source_line(source: Mapping[str, str]) -> str:
-    """A target's source (`TargetInfo.source`) for people to read; empty: not known."""
+    """Return a target's source (`TargetInfo.source`) in words; empty if unknown."""
     if "gguf" in source:
         told = (source["gguf"], source.get("quantisation"), f"SHA-256 {source.get('sha256')}")
         return f"GGUF {', '.join(map(str, told))}"
@@ -120,7 +120,7 @@ def source_line(source: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class TargetSketch(TargetInfo):
-    """What another tool's folder says of the target that its module is for; the rest is not compared.
+    """A target's facts in another tool's folder; only these are compared.
 
     `n_layers` is the fewest layers that the target can have; `name` may be empty.
     """
@@ -146,12 +146,13 @@ class TargetSketch(TargetInfo):
 
 
 def rope_values(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters by what they mean: whatever they are spelt like, equal angles give equal values.
+    """Normalise rotary parameters, so that equal angles give equal values whatever their spelling.
 
     Args:
         rope: `rope_parameters` of transformers, or as another tool or version spells them.
 
-    Returns: `rope_type` and its numbers, sorted by name, without those that say what is meant anyway.
+    Returns:
+        `rope_type` and its numbers, sorted by name, without defaults.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     usual = {"rope_theta": None, "partial_rotary_factor": 1, **_ROPE_KEYS.get(kind, dict.fromkeys(rope))}
@@ -171,11 +172,11 @@ def check_supported(config: Any, where: str, *, max_positions: int | None = None
     Args:
         config: a transformers config.
         where: the target's name, for the message.
-        max_positions: the context, tokens, where it is to be another than the config's.
+        max_positions: the context in tokens, if it differs from the config's.
 
     Raises:
         TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
-            type whose angles change with the length, or a family that is not proven.
+            type whose angles change with the length, or a family that is not tested.
     """
     context: int = max_positions or getattr(config, "max_position_embeddings", None) or 0
     reason = _reason(config, context)
@@ -208,7 +209,7 @@ def _reason(config: Any, context: int) -> str:
 
 
 def _window(config: Any, context: int) -> int:
-    """Size of the sliding window in use, 0 if none is (one that spans the whole context is none)."""
+    """Return the size of the sliding window, 0 if there is none or it spans the whole context."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and not any(kind != "full_attention" for kind in kinds):

@@ -1,4 +1,4 @@
-"""A target once more, with 4-bit weights in its linear layers: the model that drafts for itself."""
+"""A copy of a target with 4-bit weights in its linear layers, used as its own draft."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from longtrain.targets.model import Target
 
 
 class Int4Target(Target):
-    """Shares embeddings and norms with the target it is made of; linear layers, the head too, are its own.
+    """Shares embeddings and norms with a target; linear layers, the head too, are 4-bit copies.
 
     Args:
-        target: stays as it is.
-        group: most input features that share a scale and a zero.
+        target: the target, which is not changed.
+        group: most input features that share a scale and a zero point.
 
     Raises:
-        ConfigError: a layer's input features fit no group.
+        ConfigError: a layer's input size is no multiple of a group.
 
     Source: QuantSpec §5 (4-bit weights for the draft).
-    Note: the authors quantise the MLPs only; weights are what a step reads at short contexts, so here all
+    Note: the authors quantise the MLPs only; at short contexts a step mostly reads weights, so here all
         linear layers are quantised.
     """
 
@@ -42,7 +42,7 @@ class Int4Target(Target):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.final_norm_weight.device
 
     @property
@@ -52,7 +52,7 @@ class Int4Target(Target):
 
     @property
     def head_weight(self) -> Tensor:
-        """There is none: it is quantised.
+        """Raise an error: the head is quantised.
 
         Raises:
             ConflictError: always.
@@ -60,9 +60,9 @@ class Int4Target(Target):
         raise ConflictError("a target with INT4 weights has no head weight to read; use its `head`")
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final normed hidden states [..., E]."""
+        """Return logits [..., V] of final normed hidden states [..., E]."""
         return self.model.lm_head(hidden)
 
     def int4_bytes(self) -> int:
-        """Bytes of the 4-bit weights, which the target does not share."""
+        """Return the bytes of the 4-bit weights; all other weights are shared with the original target."""
         return sum(module.bytes() for module in self.modules() if isinstance(module, Int4Linear))

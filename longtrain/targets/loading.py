@@ -1,4 +1,4 @@
-"""Targets from a folder, the Hub, a model in memory, or a shape with random weights."""
+"""Loads targets from a folder, the Hub, a model in memory, or a shape with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from longtrain.cache.room import GIB, NoRoomError, free_bytes
-from longtrain.costs.held import Spread, held, refuse_lack
+from longtrain.costs.footprint import Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
 from longtrain.log import get_logger
@@ -62,7 +62,8 @@ def load_target(
     """Load a frozen target.
 
     With random weights a folder of `config.json` and tokenizer files is enough, to measure training against a
-    model that is not at hand. One of Llama 3.3 70B's shape, with the bundled tokenizer, is made in Python by:
+    model that is not available. One of Llama 3.3 70B's shape, with the bundled tokenizer, is made in Python
+    by:
 
         shape_config("llama33_70b").save_pretrained(folder)
         for file in (asset_dir("bundled") / "tiny").glob("*token*"):
@@ -74,10 +75,10 @@ def load_target(
             or a Hub id.
         dtype: dtype of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
         device: the device to put it on.
-        max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
-        chat_template: over the tokenizer's own: the name of a bundled one, or a file.
-        weights: "stored", or "random" ones, which the target's name then says.
-        seed: of random weights; they are the same on one kind of device only, sharded or not.
+        max_positions: context in tokens, if it should differ from the config's (before linear RoPE scaling).
+        chat_template: replaces the tokenizer's own: the name of a bundled one, or a file.
+        weights: "stored", or "random" ones, which the target's name then mentions.
+        seed: seed of random weights; they are the same on one kind of device only, sharded or not.
         shard: "fsdp2": split the layers over this machine's ranks (`longtrain.targets.sharded`).
         layers: False reads (or draws) the weights of the layers for the target's hash and keeps none of them;
             the target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`).
@@ -143,17 +144,17 @@ def load_target(
 
 
 def check_room(config: Any, name: str, device: torch.device, *, itemsize: int, ranks: int | None) -> None:
-    """Refuse a target whose weights leave a GPU no room, before they are loaded.
+    """Refuse a target whose weights do not fit into a GPU, before they are loaded.
 
     Args:
-        config: the model's.
-        name: the target's.
-        device: the device that its weights go to; a CPU is not asked.
+        config: the model's config.
+        name: the target's name.
+        device: the device that its weights go to; a CPU is not checked.
         itemsize: bytes of a weight.
-        ranks: ranks that share its layers; None: it is not sharded.
+        ranks: number of ranks that share its layers; None: it is not sharded.
 
     Raises:
-        ConfigError: `costs.held` says that they do not fit.
+        ConfigError: the memory footprint (`costs.held`) exceeds the GPU's memory.
     """
     if (has := device_bytes(device)) is None:
         return
@@ -164,19 +165,19 @@ def check_room(config: Any, name: str, device: torch.device, *, itemsize: int, r
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU in bytes; None for a CPU."""
+    """Return the memory of a GPU in bytes; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def target_from_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
 ) -> Target:
-    """Freeze a CausalLM in memory and route its attention through the hook. The model itself is changed.
+    """Freeze a CausalLM in memory and route its attention through the hook; the model itself is changed.
 
     Args:
         model: a Llama, Qwen2, Qwen3 or Mistral CausalLM.
         tokenizer: its tokenizer, if any.
-        name: what to call it.
+        name: name of the target.
 
     Raises:
         TargetMismatchError: the attention is not supported.
@@ -195,7 +196,7 @@ def random_target(
     dtype: str | torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Target:
-    """A target with random weights and no tokenizer, built where it will run (for tests and benchmarks).
+    """Build a target with random weights and no tokenizer on its device (for tests and benchmarks).
 
     Args:
         shape: a name of `longtrain.targets.shapes.SHAPES`, or config keys with `model_type`.
@@ -205,7 +206,7 @@ def random_target(
 
     Raises:
         ConfigError: unknown shape, dtype or device.
-        NoRoomError: the weights do not fit into the memory that is left.
+        NoRoomError: the weights do not fit into the free memory.
         TargetMismatchError: the attention is not supported.
     """
     device = _device(device)
@@ -224,10 +225,10 @@ def random_target(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     rebuild_rotary(model, device)
-    coins = torch.Generator(device=device).manual_seed(seed)
+    rng = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for leaf, param in model.named_parameters():
-            draw(leaf, param, coins)
+            draw(leaf, param, rng)
     return Target(model, describe(model, tokenizer=None, name=name, eos_ids=eos_ids_of(config, None)))
 
 
@@ -240,7 +241,7 @@ def describe(
     shards: Shards | None = None,
     samples: Mapping[str, tuple[torch.Size, bytes]] | None = None,
 ) -> TargetInfo:
-    """The facts of a model: shapes from its config, the rest from modules, and samples of its weights."""
+    """Return the facts of a model: shapes from its config, the rest from modules and weight samples."""
     if samples is None:
         samples = gathered(model, sampled(model), shards)
     config = model.config
@@ -264,20 +265,20 @@ def describe(
         name=name,
         max_positions=config.max_position_embeddings,
         eos_ids=eos_ids,
-        tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
+        tokenizer_hash="" if tokenizer is None else _ids_hash(tokenizer),
         weights_hash=identity(samples, facts),
         **facts,
     )
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def _ids_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over the vocabulary and how a probe text is split: tokenizers of one hash give equal ids."""
     what = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
 def _without_weights(config: Any, dtype: torch.dtype, name: str) -> Any:
-    """A model whose parameters have shapes and no values.
+    """Build a model whose parameters have shapes but no values.
 
     Raises:
         ArtifactError: transformers builds no model of this config.

@@ -1,9 +1,10 @@
-"""Frozen linears of one input with LoRA, for few rows: what those cost is launches, not arithmetic.
+"""Frozen linears with LoRA for few inputs, where kernel launches cost more than arithmetic.
 
-Linears of one input are one autograd node and, where their weights lie together (`Target.fuse`), one product.
-The gradients of LoRA are made when backward has passed all layers, those of several layers at once.
-Shapes: N rows, L layers, E inputs of a linear, O outputs of linears of one input, side by side, R ranks of
-their LoRA, one after the other.
+Linears of one input are one autograd node and, if their weights are adjacent in memory (`Target.fuse`), one
+product. The gradients of LoRA are computed when backward has passed all layers, for several layers at once.
+
+Shapes: N inputs, L layers, E inputs of a linear, O outputs of linears of one input, concatenated, R ranks of
+their LoRA, concatenated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Place: TypeAlias = tuple[int, str]
 """A layer, and the key of linears that share an input in it."""
 
 _TOGETHER = 2**25
-"""Outputs of several layers' linears that are brought together for the gradients of their LoRA, at most."""
+"""Most elements of several layers' outputs that are stacked for the gradients of their LoRA."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Lora:
     """LoRA of linears of one input, in the layers where they are alike: it adds `(x A^T) B^T` to the outputs.
 
     Args:
-        key: of the linears.
+        key: key of the linears.
         layers: those layers.
-        a_LRE: the A of the linears that have LoRA, one below the other.
-        b_LOR: the B of each, in its linear's rows and its A's columns, with alpha / rank in it; 0 elsewhere.
+        a_LRE: the A of the linears that have LoRA, concatenated along R.
+        b_LOR: the B of each, in its linear's outputs and its A's ranks, with alpha / rank in it; 0 elsewhere.
     """
 
     key: str
@@ -41,7 +42,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Use:
-    """What the gradients of a layer's LoRA are made of, known once backward has passed its linears.
+    """Tensors from which the gradients of a layer's LoRA are computed, known once backward has passed it.
 
     Args:
         place: the linears.
@@ -59,7 +60,7 @@ class Use:
 
 
 def unstacked(stacks: Sequence[Lora], uses: list[Use]) -> dict[Place, tuple[Tensor, Tensor]]:
-    """A and B of each place; their gradients are made of `uses`, which backward fills (`lora_linears`)."""
+    """Return A and B of each place; their gradients are computed from `uses`, which backward fills."""
     if not stacks:
         return {}
     places = [[(layer, one.key) for layer in one.layers] for one in stacks]
@@ -81,22 +82,23 @@ def lora_linears(
     add_to: Tensor | None,
     note: tuple[list[Use], Place],
 ) -> Tensor:
-    """Linears of one input, outputs side by side: `add_to + x W^T + bias + (x A^T) B^T`.
+    """Compute linears of one input, outputs concatenated: `add_to + x W^T + bias + (x A^T) B^T`.
 
     Args:
         x_NE: input.
-        weights: frozen, one below the other.
+        weights: frozen weights, concatenated along the outputs.
         bias_O: frozen, or None.
         a_RE: see `unstacked`; None: there is no LoRA.
         b_OR: likewise.
-        add_to: a residual stream that the output of the only weight is added to.
-        note: backward adds a `Use` of this place to this list, and finds no gradients of A and B itself.
+        add_to: residual stream that is added to the output, if there is only one weight.
+        note: list to which backward appends a `Use` of this place; it computes no gradients of A and B
+            itself.
     """
     return _Linears.apply(x_NE, add_to, a_RE, b_OR, bias_O, note, *weights)
 
 
 class _Linears(torch.autograd.Function):
-    """See `lora_linears`."""
+    """Autograd function of `lora_linears`."""
 
     @staticmethod
     def forward(
@@ -138,13 +140,13 @@ class _Linears(torch.autograd.Function):
             d_x.addmm_(d_low, a)
             if any(ctx.needs_input_grad[2:4]):
                 uses, place = ctx.note
-                # detached: x leads back to nodes that hold this list, and then nothing would ever be freed
+                # detached: x refers to nodes that refer to this list, a cycle that would never be freed
                 uses.append(Use(place, x.detach(), low, d_out, d_low))
         return (d_x, d_out if ctx.residual else None, *[None] * (4 + len(weights)))
 
 
 class _Unstacked(torch.autograd.Function):
-    """A and B layer by layer: those of a stack's A, then those of its B, then the next stack's."""
+    """Splits stacks by layer: those of a stack's A, then those of its B, then the next stack's."""
 
     @staticmethod
     def forward(ctx: Any, uses: list[Use], places: list[list[Place]], *stacks: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +166,7 @@ class _Unstacked(torch.autograd.Function):
 
 
 def _gradients(uses: Sequence[Use], passed: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of a stack's A and B: 0 for layers that backward did not pass, None where it passed none."""
+    """Return the gradients of a stack's A and B: 0 for layers skipped in backward, None if all were."""
     if not uses:
         return [None, None]
     most = max(1, _TOGETHER // uses[0].d_out_NO.numel())
@@ -173,7 +175,7 @@ def _gradients(uses: Sequence[Use], passed: Sequence[bool]) -> list[Tensor | Non
 
 
 def _spread(parts: Sequence[Tensor], passed: Sequence[bool]) -> Tensor:
-    """Gradients of the layers that were passed, those of the others between them."""
+    """Return the gradients of all layers, with zeros for those that backward skipped."""
     whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if all(passed):
         return whole
@@ -182,7 +184,8 @@ def _spread(parts: Sequence[Tensor], passed: Sequence[bool]) -> Tensor:
 
 
 def _products(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
-    """Gradients of A and B of some layers."""
+    """Return the gradients of A and B of some layers."""
     names = ("x_NE", "low_NR", "d_out_NO", "d_low_NR")
     x, low, d_out, d_low = (torch.stack([getattr(use, name) for use in uses]) for name in names)
+    # [L, R, N] x [L, N, E] and [L, O, N] x [L, N, R]
     return torch.bmm(d_low.mT, x), torch.bmm(d_out.mT, low)

@@ -1,4 +1,4 @@
-"""The frozen target: embeddings, rotary, forward over a cache, and forward over a packed row.
+"""The frozen target: embeddings, rotary, forward over a cache, and forward over a packed sequence.
 
 Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabulary.
 """
@@ -20,10 +20,10 @@ from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.fused_layer import Rotation
 from longtrain.kernels.small_linear import serves, small_linear
-from longtrain.targets.attention import Inputs, LeaveEarly, Pass, Watch
+from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass
 from longtrain.targets.fused import FusedDecoder
 from longtrain.targets.sharded import Shards, whole
-from longtrain.targets.step import PackedStep, Rows, TargetStep, Want
+from longtrain.targets.step import OutputRequest, PackedStep, TargetStep, TokenBatch
 from longtrain.targets.tokenizer import GrowingText, words_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Target(nn.Module):
         model: a CausalLM built with `attn_implementation="longtrain"`.
         info: facts about it.
         tokenizer: its tokenizer, if any.
-        shards: its layers, where they are split over ranks.
+        shards: its layers, if they are split over ranks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.model: Any = model.requires_grad_(False)
-        # what a config.json may ask for, and nobody here reads
+        # a config.json may set these, but nothing here reads such outputs
         model.config.update({"return_dict": True, "output_attentions": False, "output_hidden_states": False})
         self.info = info
         self.tokenizer = tokenizer
@@ -65,23 +65,23 @@ class Target(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Target:
-        """Stays in eval mode, whatever a trainer asks of its submodules."""
+        """Stay in eval mode, whatever mode a trainer sets for its submodules."""
         return super().train(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
-        """Moves and casts, but never rounds the rotary frequencies: they are then made anew."""
+        """Move and cast without rounding the rotary frequencies, which are recomputed instead."""
         fused = self.fused is not None
-        self.unfuse()  # joined weights would be copied once a part
+        self.unfuse()  # concatenated weights would be copied once per view
         super()._apply(fn, recurse)
         if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
             rebuild_rotary(self.model, self.device)
         return self.fuse() if fused else self
 
     def fuse(self) -> Target:
-        """Run the decoder with joined q/k/v and gate/up products and fused operators from now on.
+        """Run the decoder with concatenated q/k/v and gate/up products and fused operators from now on.
 
-        The same function up to rounding, faster where a forward has few rows. The weights are joined in
-        place, a layer at a time; do so before anything keeps a reference to them.
+        The same function up to rounding, faster if a forward has few tokens. The weights are concatenated in
+        place, a layer at a time; do so before anything stores a reference to them.
 
         Raises:
             TargetMismatchError: the MLP is not a SwiGLU without biases.
@@ -103,7 +103,7 @@ class Target(nn.Module):
         return self
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's tokenizer, for whoever cannot do without one.
+        """Return the target's tokenizer, or raise an error if there is none.
 
         Raises:
             ConfigError: the target has none.
@@ -116,7 +116,7 @@ class Target(nn.Module):
         return self.tokenizer
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a text, with `chat` as a user's message that the target is to answer.
+        """Return the token ids of a text; with `chat`, of a user's message that the target should answer.
 
         Raises:
             ConfigError: the target has no tokenizer, or no chat template.
@@ -132,7 +132,7 @@ class Target(nn.Module):
         return list(tokenizer(asked, add_special_tokens=False).input_ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds: joined, they are the text of all tokens.
+        """Return the text that each token adds; joined, the pieces are the text of all tokens.
 
         A token that ends inside a character adds nothing, and the one that ends the character all of it.
 
@@ -143,7 +143,7 @@ class Target(nn.Module):
         return [text.add(token) for token in ids]
 
     def words(self, ids: Sequence[int]) -> list[tuple[str, range]]:
-        """The words of a text with their tokens' places; a word begins with white space, or after it.
+        """Return the words of a text with their tokens' indices; a word begins with white space, or after it.
 
         Raises:
             ConfigError: the target has no tokenizer.
@@ -176,18 +176,18 @@ class Target(nn.Module):
         return self.model.model.norm.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Input embeddings [..., E] of token ids [...]."""
+        """Return the input embeddings [..., E] of token ids [...]."""
         return self.model.model.embed_tokens(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final normed hidden states [..., E]."""
+        """Return logits [..., V] of final normed hidden states [..., E]."""
         rows_NE = hidden.reshape(-1, hidden.shape[-1])
         if not serves(rows_NE, self.head_weight):
             return linear(hidden, self.head_weight)
         return small_linear(rows_NE, self.head_weight).view(*hidden.shape[:-1], -1)
 
     def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """The target's own rotary cos and sin [B, T, D] (its scaling included), in its dtype or `dtype`."""
+        """Return the target's rotary cos and sin [B, T, D] (scaling included), in its dtype or `dtype`."""
         if self.fused is not None and pos_BT.dtype == torch.int64:
             return self.fused.rope(pos_BT, dtype or self.dtype)
         like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
@@ -195,30 +195,30 @@ class Target(nn.Module):
 
     @property
     def rotation(self) -> Rotation:
-        """The target's rotary embedding as kernels take it: as constants where it is that to fused layers."""
+        """The target's rotary embedding for kernels: constants if possible, else a function."""
         return (self.fused and self.fused.angles()) or self.rope
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
-        """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
+        """Return the weights of a decoder layer by Hugging Face name (`self_attn.q_proj.weight`, ...)."""
         state = self.model.model.layers[layer].state_dict()
         return {name: whole(weight) for name, weight in state.items()}
 
-    def settle(self) -> None:
-        """Wait until every rank that shares the target is done with its passes, and help with them.
+    def join_ranks(self) -> None:
+        """Help with the forwards of all ranks that share the target until every rank has called this.
 
-        All ranks call this where their passes may differ in number: after each objective, and where one of
-        them writes answers. Nothing happens where each rank has a target of its own.
+        All ranks call this where their forwards may differ in number: after each objective, and where one of
+        them writes answers. It does nothing if each rank has a target of its own.
         """
         if self.shards is not None:
-            self.shards.settle()
+            self.shards.join_ranks()
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
-        """An empty cache of this target's shape.
+        """Return an empty cache of this target's shape.
 
         Args:
-            batch: sequences.
+            batch: number of sequences.
             max_tokens: most committed positions of each.
-            max_nodes: most rows of a decoding step.
+            max_nodes: most tokens of a decoding step.
         """
         info = self.info
         return DenseCache(
@@ -234,28 +234,29 @@ class Target(nn.Module):
 
     def forward(
         self,
-        rows: Rows,
+        rows: TokenBatch,
         cache: KVCache,
         *,
-        want: Want = Want(),  # noqa: B008 (frozen)
-        watch: Watch | None = None,
+        outputs: OutputRequest = OutputRequest(),  # noqa: B008 (frozen)
+        hook: AttentionHook | None = None,
     ) -> TargetStep:
-        """One step: the rows' K and V become the cache's tail, and what `want` names comes back.
+        """Run one step: append the tokens' K and V to the cache's tail; return the requested outputs.
 
-        Nothing is committed here. The LM head runs over the wanted rows only. `watch` sees every layer's
-        queries, keys and values.
+        Nothing is committed here. The LM head runs over the requested tokens only. `hook` receives every
+        layer's queries, keys and values.
 
         Raises:
-            ConfigError: logits or late hidden states are wanted of a forward that stops early; no such layer.
+            ConfigError: logits or late hidden states are requested of a forward that stops early; no such
+                layer.
         """
-        self._check(want)
-        one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
+        self._check(outputs)
+        one_pass = Pass(cache, rows.mask, outputs.stop_at_layer, hook)
         cache.expect(rows.n_B)
         hidden: dict[int, Tensor] = {}
-        last_BTE = self._run(rows, one_pass, want.hidden, hidden)
-        if last_BTE is None or want.logits == "none":
+        last_BTE = self._run(rows, one_pass, outputs.hidden, hidden)
+        if last_BTE is None or outputs.logits == "none":
             return TargetStep(None, hidden)
-        if want.logits == "last":
+        if outputs.logits == "last":
             if rows.n_B is None:
                 last_BTE = last_BTE[:, -1:]
             else:
@@ -268,39 +269,39 @@ class Target(nn.Module):
         ids_T: Tensor,
         pos_T: Tensor,
         bounds: tuple[int, ...],
-        want: Want = Want("none", hidden=(-1,)),  # noqa: B008 (frozen)
+        outputs: OutputRequest = OutputRequest("none", hidden=(-1,)),  # noqa: B008 (frozen)
         *,
-        watch: Watch | None = None,
+        hook: AttentionHook | None = None,
     ) -> PackedStep:
-        """One packed row of documents, each seeing only itself, causally. The LM head is not run.
+        """Run a packed sequence of documents, each seeing only itself, causally; the LM head is not run.
 
         Args:
             ids_T: token ids, int64.
-            pos_T: rotary positions, int64 (they restart with each document, or carry anchor offsets).
+            pos_T: rotary positions, int64 (they restart with each document, or have anchor offsets).
             bounds: document bounds from 0 to T, on the host.
-            want: hidden states and K and V of any layers, without logits; by default the LM head's input.
-            watch: sees every layer's queries, keys and values (that of the layer stopped at too); batch 1.
+            outputs: hidden states and K and V of any layers, without logits; by default the LM head's input.
+            hook: receives every layer's queries, keys and values (of the layer stopped at too); batch 1.
 
         Raises:
-            ConfigError: logits are wanted, or what a row that stops early does not reach; no such layer.
+            ConfigError: logits are requested, or outputs beyond the layer to stop at; no such layer.
             DataError: bounds that do not run from 0 to T.
         """
-        self._check(want, packed=True)
+        self._check(outputs, packed=True)
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
             raise DataError(
                 f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
             )
-        capture = PackedCapture(tuple(bounds), layers=want.kv, device=ids_T.device)
-        one_pass = Pass(capture, Causal(), want.stop_at_layer, watch)
+        capture = PackedCapture(tuple(bounds), layers=outputs.kv, device=ids_T.device)
+        one_pass = Pass(capture, Causal(), outputs.stop_at_layer, hook)
         hidden: dict[int, Tensor] = {}
-        rows = Rows(pos_T[None], embeds_BTE=self.embed(ids_T)[None])
-        self._run(rows, one_pass, want.hidden, hidden)
+        rows = TokenBatch(pos_T[None], embeds_BTE=self.embed(ids_T)[None])
+        self._run(rows, one_pass, outputs.hidden, hidden)
         return PackedStep({layer: state_BTE[0] for layer, state_BTE in hidden.items()}, capture.kv)
 
     def _run(
-        self, rows: Rows, one_pass: Pass, wanted: tuple[int, ...], hidden: dict[int, Tensor]
+        self, rows: TokenBatch, one_pass: Pass, wanted: tuple[int, ...], hidden: dict[int, Tensor]
     ) -> Tensor | None:
-        """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
+        """Run the decoder without its LM head, filling `hidden`; return None if the hook left early."""
         stop = one_pass.stop_at_layer
         layers = self.info.n_layers if stop is None else stop + 1
         with self.shards.running(layers) if self.shards is not None else nullcontext():
@@ -321,29 +322,29 @@ class Target(nn.Module):
             hidden[-1] = last_BTE
         return last_BTE
 
-    def _check(self, want: Want, *, packed: bool = False) -> None:
-        """Refuse what this target, or this kind of forward, cannot give."""
-        n, stop = self.info.n_layers, want.stop_at_layer
-        layers = [*want.kv, *(layer for layer in want.hidden if layer != -1)]
-        late = [layer for layer in want.hidden if layer in (-1, stop)] if stop is not None else []
+    def _check(self, outputs: OutputRequest, *, packed: bool = False) -> None:
+        """Refuse outputs that this target, or this kind of forward, does not have."""
+        n, stop = self.info.n_layers, outputs.stop_at_layer
+        layers = [*outputs.kv, *(layer for layer in outputs.hidden if layer != -1)]
+        late = [layer for layer in outputs.hidden if layer in (-1, stop)] if stop is not None else []
         if stop is not None:
             late += [layer for layer in layers if layer > stop]
             layers.append(stop)
         if any(not 0 <= layer < n for layer in layers):
             allowed = f"layers 0..{n - 1} of a target with {n} (hidden: -1 too)"
-        elif stop is not None and (want.logits != "none" or late):
+        elif stop is not None and (outputs.logits != "none" or late):
             allowed = f"logits='none', hidden states of layers below {stop}, and K and V up to {stop}"
-        elif packed and want.logits != "none":
+        elif packed and outputs.logits != "none":
             allowed = "logits='none' of a packed row; call Target.head on its hidden[-1]"
-        elif want.kv and not packed:
+        elif outputs.kv and not packed:
             allowed = "kv of a packed row only; other forwards write K and V to their cache"
         else:
             return
-        raise refusal(ConfigError, f"{want}", f"{allowed}")
+        raise refusal(ConfigError, f"{outputs}", f"{allowed}")
 
     @contextmanager
     def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:
-        """The outputs of these layers are put into `hidden` while the block runs."""
+        """Context manager that records the outputs of these layers in `hidden`."""
 
         def keep(layer: int) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -364,7 +365,7 @@ class Target(nn.Module):
 
     @contextmanager
     def _shown(self, looks: list[Inputs]) -> Iterator[None]:
-        """What each layer's attention reads is shown to `looks` while the block runs."""
+        """Context manager that passes each layer's attention input to `looks`."""
 
         def show(layer: int) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A rotary embedding from its parameters alone, where no model is at hand to be asked.
+"""Computes a rotary embedding from its parameters alone, without a model.
 
 Shapes: T positions, D head dim.
 """
@@ -19,7 +19,7 @@ from longtrain.targets.info import ROPE_TYPES
 
 
 class Rotary:
-    """Cos and sin of positions, as every supported family computes them.
+    """Computes cos and sin of positions, as every supported family does.
 
     Args:
         parameters: `rope_parameters` of transformers, such as `{"rope_type": "default", "rope_theta": 1e4}`.
@@ -45,7 +45,7 @@ class Rotary:
 
     @property
     def frequencies(self) -> Tensor:
-        """Radians a position of each pair of dims, fp32 [D / 2]."""
+        """Radians per position of each pair of dims, fp32 [D / 2]."""
         return self._module.inv_freq
 
     @property
@@ -54,10 +54,10 @@ class Rotary:
         return float(self._module.attention_scaling)
 
     def angles(self, device: torch.device) -> Angles:
-        """The same as constants, on a device."""
+        """Return frequencies and scaling as constants on a device."""
         return Angles(self._module.to(device).inv_freq, self.scaling)
 
     def __call__(self, pos_T: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
+        """Return cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
         angles = self.angles(pos_T.device)
         return rotary(pos_T, angles.frequency_F, angles.scaling, dtype)

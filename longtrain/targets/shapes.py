@@ -32,6 +32,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2_micro": {**_MICRO, "model_type": "qwen2", "use_sliding_window": False},
     "qwen3_micro": {**_MICRO, "model_type": "qwen3", "head_dim": 32, "use_sliding_window": False},
     "mistral_micro": {**_MICRO, "model_type": "mistral", "sliding_window": None},
+    "smollm2_135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
     "llama31_8b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -118,7 +134,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(shape: str | dict[str, Any]) -> Any:
-    """A transformers config.
+    """Build a transformers config.
 
     Args:
         shape: a name of `SHAPES`, or config keys with `model_type`.

@@ -1,12 +1,13 @@
 """A frozen target whose decoder layers are split over the GPUs of a node and gathered one at a time.
 
-Every rank holds an equal part of each decoder layer (`torch.distributed.fsdp.fully_shard`), and all of the
-embeddings, the final norm and the LM head: a loss reads the head for as long as it lasts, so that splitting
-it would not lower the peak. A layer is gathered while the one before it computes, and let go after its use;
-nodes are copies of each other. The trained module is no part of this.
+Every rank stores an equal part of each decoder layer (`torch.distributed.fsdp.fully_shard`), and all of the
+embeddings, the final norm and the LM head: a loss reads the head for as long as it runs, so splitting
+it would not lower the peak. A layer is gathered while the one before it computes, and freed after its use;
+nodes are copies of each other. The trained module is not sharded here.
 
-Gathering needs all ranks of a node, and their rows may ask for unlike passes. So the ranks agree, before each
-pass, on how many layers to gather, and a rank that has no more to ask helps the others (`Shards.settle`).
+Gathering needs all ranks of a node, but their batches may need different forwards. So the ranks agree, before
+each forward, on how many layers to gather, and a rank that needs no more forwards helps the others
+(`Shards.join_ranks`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for one that prepares data or writes answers; one that ends is noticed at once."""
+"""Longest wait for a rank that prepares data or writes answers; a rank that ends is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Node:
     """The ranks that share a target.
 
     Args:
-        mesh: they as a mesh of one dimension, over which weights are gathered.
-        host: the same ranks as a gloo group, over which they agree; it leaves the GPU alone.
+        mesh: the ranks as a mesh of one dimension, over which weights are gathered.
+        host: the same ranks as a gloo group, over which they agree without using the GPU.
     """
 
     mesh: DeviceMesh
@@ -50,10 +51,10 @@ class Node:
 
     @classmethod
     def join(cls, device: torch.device) -> Node:
-        """The ranks of this machine. Every rank of the run calls this.
+        """Build the node of this machine's ranks; every rank of the run must call this.
 
         Raises:
-            ConfigError: no process group stands, or the machines have unlike numbers of ranks.
+            ConfigError: there is no process group, or the machines have different numbers of ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
@@ -73,24 +74,24 @@ class Node:
 
     @property
     def size(self) -> int:
-        """Ranks of the machine."""
+        """Number of ranks on the machine."""
         return self.mesh.size()
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each rank of the machine, in rank order."""
+        """Return a value of each rank of the machine, in rank order."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.host)
         return found
 
 
 def machines(names: Sequence[str]) -> list[list[int]]:
-    """The ranks of each machine.
+    """Return the ranks of each machine.
 
     Args:
-        names: of the machine that each rank is on.
+        names: name of the machine of each rank.
 
     Raises:
-        ConfigError: machines have unlike numbers of ranks, or ranks that are no neighbours.
+        ConfigError: machines have different numbers of ranks, or ranks that are not consecutive.
     """
     hosts = [list(ranks) for _, ranks in groupby(range(len(names)), key=names.__getitem__)]
     if len({len(ranks) for ranks in hosts}) > 1 or len(hosts) != len(set(names)):
@@ -102,9 +103,9 @@ def machines(names: Sequence[str]) -> list[list[int]]:
 
 
 class _Split(nn.Module):
-    """What `fully_shard` is applied to: a layer's parameters, without its hooks around the layer's forward.
+    """Wraps a layer for `fully_shard`, so that its parameters are split without hooks on the layer's forward.
 
-    Those hooks do not survive a forward that is left by an exception (`LeaveEarly`), and keep an entry for
+    Those hooks do not survive a forward that is left by an exception (`LeaveEarly`), and store an entry for
     each forward until a backward that never comes.
     """
 
@@ -117,9 +118,9 @@ class Shards:
     """The decoder layers of a target, each split over the ranks of a node.
 
     Args:
-        layers: of a model on the meta device; they come out empty, on `device`.
-        node: who shares them.
-        device: this rank's.
+        layers: layers of a model on the meta device; they are replaced by empty ones on `device`.
+        node: the ranks that share them.
+        device: this rank's device.
     """
 
     def __init__(self, layers: Sequence[nn.Module], node: Node, device: torch.device) -> None:
@@ -128,9 +129,9 @@ class Shards:
         self._coming: dict[int, Any] = {}
         self._here: set[int] = set()
         self._until: int | None = None
-        """Layers that the ranks gather in the pass under way; None: there is none."""
+        """Number of layers that the ranks gather in the current forward; None: there is none."""
         self._reached = 0
-        """The layers before this one have been gathered in it."""
+        """Number of layers that have been gathered in the current forward."""
         self._waits: list[tuple[Any, Any]] = []
         for index, layer in enumerate(layers):
             split = _Split(layer.requires_grad_(False))
@@ -141,7 +142,7 @@ class Shards:
 
     @contextmanager
     def running(self, layers: int) -> Iterator[None]:
-        """A pass through the first `layers` layers; the ranks gather as many as any of them asks for.
+        """Context manager of a forward through `layers` layers; ranks gather the most that any requests.
 
         Raises:
             TrainingError: another rank of the node ended.
@@ -151,8 +152,9 @@ class Shards:
         try:
             yield
             self._free_all()
+            # layers that this rank does not need, but another one does
             self._follow(layers, self._until)
-        except Exception:  # the others wait for this rank's part of the layers that it did not come to
+        except Exception:  # other ranks wait for this one's part of the layers that it did not reach
             with suppress(Exception):
                 self._free_all()
                 self._follow(self._reached, self._until)
@@ -161,8 +163,8 @@ class Shards:
             self._until = None
             self._free_all()
 
-    def settle(self) -> None:
-        """Help with the passes of the node's other ranks until all of them have come here.
+    def join_ranks(self) -> None:
+        """Help with the forwards of the node's other ranks until all of them have called this.
 
         Raises:
             TrainingError: another rank of the node ended.
@@ -171,14 +173,14 @@ class Shards:
             self._follow(0, until)
 
     def seconds_alone(self) -> float:
-        """How long gathering all layers takes while nothing computes; every rank of the node calls this."""
-        self._follow(0, 1)  # the first time connects the ranks
+        """Measure the seconds to gather all layers while nothing computes; all ranks of the node call it."""
+        self._follow(0, 1)  # the first gather also connects the ranks
         self.seconds_waited()
         self._follow(0, len(self._split))
         return self.seconds_waited()
 
     def gather(self, layer: int, then: int | None) -> None:
-        """Have a layer's weights here, and ask for those of another meanwhile."""
+        """Wait for a layer's weights, and start to gather those of layer `then` meanwhile."""
         if layer not in self._here:
             coming = self._coming.pop(layer, None) or self._split[layer].unshard(async_op=True)
             began = self._now()
@@ -186,27 +188,29 @@ class Shards:
             self._waits.append((began, self._now()))
             self._here.add(layer)
             self._reached = layer + 1
+        # prefetch: the next layer is gathered while this one computes
         if then is not None and then not in self._here and then not in self._coming:
             self._coming[then] = self._split[then].unshard(async_op=True)
 
     def free(self, layer: int) -> None:
-        """Let go of a layer's weights but for this rank's part."""
+        """Free a layer's weights except this rank's part."""
         if layer in self._here:
             self._here.remove(layer)
             self._split[layer].reshard()
 
     def regather(self, x: Tensor, *, enter: int | None, leave: int | None) -> Tensor:
-        """The same tensor; backward lets go of layer `leave` there and gathers `enter`, and the one below.
+        """Return the same tensor; backward frees layer `leave` here and gathers `enter` and the one below it.
 
-        It stands between layers whose weights a gradient flows through: autograd keeps their tensors, which
-        are empty until the layer is gathered again. All ranks of a node must go through the same layers.
+        It is placed between layers whose weights a gradient flows through: autograd saves their tensors,
+        which are empty until the layer is gathered again. All ranks of a node must go through the same
+        layers.
         """
         return _Regather.apply(x, self, enter, leave) if x.requires_grad else x
 
     def seconds_waited(self) -> float:
-        """How long the device waited for layers to arrive and be put in order, since the last call.
+        """Return the seconds since the last call that the device waited for layers.
 
-        What came while another layer was computing is not in it.
+        Arrival and reordering count; what overlapped with another layer's computation does not.
         """
         waits, self._waits = self._waits, []
         if self.device.type != "cuda":
@@ -232,7 +236,7 @@ class Shards:
         return hook
 
     def _follow(self, start: int, stop: int) -> None:
-        """Gather layers that another rank computes."""
+        """Take part in gathering layers that another rank computes."""
         for layer in range(start, stop):
             self.gather(layer, layer + 1 if layer + 1 < stop else None)
             self.free(layer)
@@ -242,7 +246,7 @@ class Shards:
             self.free(layer)
 
     def _agree(self, layers: int) -> int:
-        """The largest number of layers that a rank of the node asks for; 0: all have settled."""
+        """Return the most layers that any rank of the node requests; 0 once all call `join_ranks`."""
         most = torch.tensor([layers])
         try:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.node.host)
@@ -262,7 +266,7 @@ class Shards:
 
 
 class _Regather(torch.autograd.Function):
-    """See `Shards.regather`."""
+    """Autograd function of `Shards.regather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: Shards, enter: int | None, leave: int | None) -> Tensor:
@@ -279,7 +283,7 @@ class _Regather(torch.autograd.Function):
 
 
 def rows_of(weight: DTensor) -> slice:
-    """The rows of a split weight that this rank holds."""
+    """Return the range along dim 0 of a split weight that this rank stores."""
     mesh = weight.device_mesh
     each = -(-weight.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * each, weight.shape[0])
@@ -287,5 +291,5 @@ def rows_of(weight: DTensor) -> slice:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight, put together where it is split; then every rank of the node must ask."""
+    """Return a whole weight, gathering it if it is split; then every rank of the node must call this."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,4 +1,4 @@
-"""What goes into a target forward and what comes out of it.
+"""Inputs and outputs of a target's forward.
 
 Shapes: B batch, T new tokens, E hidden dim, V vocabulary, G KV heads, H query heads, D head dim.
 """
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from longtrain.cache.base import Causal, Mask
 from longtrain.errors import DataError
-from longtrain.losses import TopLaw
+from longtrain.losses import TopTokens
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The new rows of one forward: token ids or embeddings, their positions and who sees whom.
+class TokenBatch:
+    """The new tokens of one forward: ids or embeddings, positions, and visibility among them.
 
     Args:
         ids_BT: token ids, int64, or None when `embeds_BTE` is given.
-        pos_BT: absolute rotary positions, int64. Slot in the cache and position are separate things.
+        pos_BT: absolute rotary positions, int64; a token's place in the cache may be another.
         embeds_BTE: input embeddings instead of ids.
-        mask: visibility among the new rows; every row sees the whole committed prefix of its sequence.
-        n_B: valid rows of each sequence when the batch is right-padded; None: all T.
+        mask: visibility among the new tokens; every one sees the whole committed prefix of its sequence.
+        n_B: valid tokens of each sequence when the batch is right-padded; None: all T.
 
     Raises:
         DataError: neither or both of ids and embeddings are given.
@@ -42,7 +42,7 @@ class Rows:
             raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
 
     def embeds(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Their embeddings [B, T, E]."""
+        """Return the embeddings [B, T, E]."""
         if self.embeds_BTE is not None:
             return self.embeds_BTE
         assert self.ids_BT is not None
@@ -50,16 +50,17 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Want:
-    """What the caller needs back; anything not asked for is not computed.
+class OutputRequest:
+    """The outputs that a caller requests of a forward; nothing else is computed.
 
     Args:
-        logits: the logits of every row, of the last valid row of each sequence, or none. A packed row has
-            none.
-        hidden: layers whose *output* is wanted (0-based); -1 is the final normed hidden state (the
+        logits: the logits of every token, of the last valid token of each sequence, or none. A packed
+            sequence has none.
+        hidden: layers whose *output* is returned (0-based); -1 is the final normed hidden state (the
             LM head's input).
         stop_at_layer: run no further than this layer's K and V (its attention and MLP are skipped).
-        kv: layers whose K and V are wanted (0-based) of a packed row; other forwards write theirs to a cache.
+        kv: layers whose K and V are returned (0-based), of a packed sequence; other forwards write them to a
+            cache.
     """
 
     logits: Literal["all", "last", "none"] = "last"
@@ -70,7 +71,7 @@ class Want:
 
 @dataclass(frozen=True)
 class TargetStep:
-    """What a forward gave: `logits_BTV` (T=1 for `last`), and `hidden[layer]` as [B, T, E]."""
+    """Outputs of a forward: `logits_BTV` (T=1 for `last`), and `hidden[layer]` as [B, T, E]."""
 
     logits_BTV: Tensor | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -78,15 +79,15 @@ class TargetStep:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What `Target.packed` gave for one packed row of T tokens.
+    """Outputs of `Target.packed` for one packed sequence of T tokens.
 
     Args:
-        hidden: `hidden[layer]` is a wanted layer's output [T, E]; -1 is the LM head's input.
-        kv: `kv[layer]` is a wanted layer's (k_TGD, v_TGD); K is after RoPE (and k_norm).
-        top: the target's law of the next token in the place of `hidden[-1]`, where stored features are lean
-            and the objective says that it can do with this (`Objective.reads_top_law`).
+        hidden: `hidden[layer]` is a requested layer's output [T, E]; -1 is the LM head's input.
+        kv: `kv[layer]` is a requested layer's (k_TGD, v_TGD); K is after RoPE (and k_norm).
+        top: the target's next-token distribution instead of `hidden[-1]`, if only that is stored and the
+            objective accepts it (`Objective.reads_top_tokens`).
     """
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    top: TopLaw | None = None
+    top: TopTokens | None = None

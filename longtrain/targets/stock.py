@@ -1,4 +1,4 @@
-"""Hugging Face's own decoding loop over a target's weights: the baseline that speed is measured against.
+"""Decodes with Hugging Face's own loop over a target's weights, the baseline that speed is compared with.
 
 Shapes: B batch, T tokens.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stock:
-    """What the loop gave.
+    """Result of the baseline loop.
 
     Args:
         tokens: new tokens of each prompt.
@@ -37,9 +37,9 @@ class Stock:
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """What this version of transformers calls a cache, in a forward's arguments and in what comes back.
+    """Return the name that this version of transformers gives a cache, in arguments and outputs of a forward.
 
-    Older versions say `past_key_values`, newer ones `cache`, and warn of the older name.
+    Older versions use `past_key_values`, newer ones `cache`, and warn of the older name.
     """
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
@@ -48,10 +48,10 @@ def cache_keyword(model: nn.Module) -> str:
 def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Stock:
     """Decode greedily with the model's own forward, SDPA attention and growing cache, as `generate` does.
 
-    The host reads each token before it launches the next step, since it must know whether the text is over.
+    The host reads each token before it launches the next step, since it must know whether the text has ended.
 
     Args:
-        target: its model is used, for as long as this takes; fused or not, the weights are the same.
+        target: its model is used while this runs; the weights are the same whether it is fused or not.
         prompts: token ids of equal length.
         max_new_tokens: new tokens of each; no token id ends a text.
 

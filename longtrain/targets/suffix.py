@@ -1,9 +1,12 @@
-"""Rows that follow a prompt without entering its cache: a second pass over the detached prefix, with LoRA.
+"""Runs tokens after a prompt without entering its cache: a second pass over a detached prefix, with LoRA.
 
-What few rows cost is launches, so linears of one input (`targets.lora`) and RoPE are one autograd node each.
-The target's weights are frozen and get no gradient; those of the LoRA do. Without gradients nothing is saved.
-Shapes: N rows of all prompts, B prompts (or 1 packed row of them), T key slots of each, E hidden dim, I inner
-dim of the MLP, H query heads, G KV heads, D head dim, X heads of queries, keys and values together.
+With few tokens, kernel launches dominate, so linears of one input (`targets.lora`) and RoPE are one autograd
+node each. The target's weights are frozen and get no gradient; those of the LoRA do. Without gradients
+nothing is saved.
+
+Shapes: N suffix tokens of all prompts, B prompts (or 1 packed sequence of them), T keys of each, E hidden
+dim, I inner dim of the MLP, H query heads, G KV heads, D head dim, X heads of queries, keys and values
+together.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ LAST = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 class Beside:
-    """Small work that follows a pass layer by layer, on a stream of its own, in what the pass leaves idle.
+    """Runs small work layer by layer beside a forward, on a CUDA stream of its own, in the GPU's idle parts.
 
-    The numbers are the same. Elsewhere than on CUDA, and where ranks gather a target's layers together, the
-    work is done in the pass's own order.
+    The results are the same. On other devices, and if ranks gather a target's layers together, the
+    work is done in the forward's own order.
 
     Args:
-        target: the model that runs the pass.
+        target: the model that runs the forward.
     """
 
     def __init__(self, target: Target) -> None:
@@ -55,11 +58,11 @@ class Beside:
         self._held: tuple[Tensor, ...] = ()
 
     def run(self, work: Callable[[], Made], *reads: Tensor) -> Made:
-        """Work behind all that was launched so far; what is launched next waits for the work before this.
+        """Run work after everything launched so far; the next call waits for this work.
 
         Args:
-            work: its results are for more such work, or for after `join`.
-            reads: what it reads of the pass; they stay until the work is over.
+            work: its results may be used in further such work, or after `join`.
+            reads: tensors of the forward that it reads; they are kept alive until the work is done.
         """
         if self._stream is None:
             return work()
@@ -70,7 +73,7 @@ class Beside:
             return work()
 
     def join(self) -> None:
-        """Whatever is launched from now on comes after the work."""
+        """Make everything launched from now on wait for the work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._held = ()
@@ -78,30 +81,30 @@ class Beside:
 
 @lru_cache(maxsize=8)
 def _stream(device: torch.device) -> Any:
-    """One a device: memory is kept apart by stream."""
+    """Return one stream per device: the allocator keeps memory apart by stream."""
     return torch.cuda.Stream(device)
 
 
 class SuffixRun:
-    """Rows on their way through the frozen decoder; each sees its prompt and its span's rows up to itself.
+    """Runs suffix tokens through the frozen decoder; each sees its prompt and its span's tokens up to itself.
 
-    What the prompts' tokens compute is untouched: they are not run again, and nothing is written to a cache.
-    The way ends with the last layer's scores: no output of that layer, no final norm, no head. With gradients
-    on, only activations of the N rows are kept; the prefix is constant, which is exact (the prompt does not
-    depend on rows that follow it).
+    The prompts' tokens are not run again, and nothing is written to a cache. The run ends with the last
+    layer's scores: there is no output of that layer, no final norm, no head. With gradients enabled, only
+    activations of the N tokens are saved; the prefix is constant, which is exact (the prompt does not depend
+    on tokens that follow it).
 
-    A layer's step may follow at once when the prompt's K and V of that layer are there (a `Watch` of the
-    prefill): the device then still has the prefill to do while the host launches the many small operators of
-    the rows. It gives the same numbers as a pass afterwards.
+    A layer's step may follow as soon as the prompt's K and V of that layer are there (an `AttentionHook` of
+    the prefill): the GPU is then still busy with the prefill while the host launches the many small
+    operators of the suffix. The results are the same as those of a pass afterwards.
 
     Args:
         target: the frozen model.
         embeds_NE: inputs in the dtype to compute in; weights of another dtype are cast as they are used.
         pos_N: rotary positions, int64, on the target's device.
-        spans: which rows belong to which prompt and which of its slots they see.
+        spans: the suffix tokens of each prompt, and the keys that they see.
         adapters: LoRA of linears of `GROUPS`; the last layer's may be that of `LAST` alone.
 
-    Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix rows only).
+    Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix tokens only).
     """
 
     def __init__(
@@ -120,19 +123,19 @@ class SuffixRun:
             self._rope = _rope(target, pos_N, embeds_NE.dtype)
 
     def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
-        """Through the next layer: s_BHT in fp32, the column mean of each span's attention on its prompt.
+        """Run the next layer; return s_BHT in fp32, each span's mean attention to its prompt's keys.
 
         Args:
             k_BTGD: that layer's keys of the prompts, after RoPE and k_norm.
             v_BTGD: the values of the prefix.
 
         Raises:
-            ConflictError: the last layer is behind the rows already.
+            ConflictError: the last layer is done already.
         """
         index, info = self._layer, self._target.info
         if index >= info.n_layers:
             raise ConflictError(f"rows asked through layer {index} of {info.n_layers}; start a new SuffixRun")
-        if not index:  # here, so that its backward is on the rows' stream
+        if not index:  # here, so that its backward is on the same stream
             self._lora = unstacked(self._adapters, self._uses)
         self._layer += 1
         layer, last = self._target.model.model.layers[index], index == info.n_layers - 1
@@ -148,13 +151,14 @@ class SuffixRun:
         return s_BHT
 
     def _heads(self, layer: Any, last: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the rows; the last layer's values are not used."""
+        """Return queries, keys and values of the suffix tokens; the last layer's values are not used."""
         info, attention = self._target.info, layer.self_attn
         H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
         _, b_OR = self._lora.get((self._layer - 1, "qkv"), (None, None))
         short = last and (b_OR is None or len(b_OR) == (H + G) * D)
         heads, names = ((H, G), LAST) if short else ((H, G, G), GROUPS["qkv"])
         normed_NE = _norm(layer.input_layernorm, self._x_NE)
+        # [N, E] -> [N, H + 2 G, D], or [N, H + G, D] where values are not needed
         qkv_NXD = self._linears(layer, "qkv", normed_NE, names=names).view(-1, sum(heads), D)
         if info.qk_norm:
             q_NHD, k_NGD, *v_NGD = qkv_NXD.split(heads, 1)
@@ -164,7 +168,7 @@ class SuffixRun:
         return q_NHD, k_NGD, k_NGD.detach() if last else v_NGD[0]
 
     def _output(self, layer: Any, mixed_NX: Tensor) -> None:
-        """The rest of the layer: output projection, MLP, both residuals."""
+        """Compute the rest of the layer: output projection, MLP, both residuals."""
         x_NE = self._linears(layer, "o", mixed_NX, add_to=self._x_NE)
         normed_NE = _norm(layer.post_attention_layernorm, x_NE)
         gate_NI, up_NI = self._linears(layer, "gate_up", normed_NE).chunk(2, 1)
@@ -179,7 +183,7 @@ class SuffixRun:
         names: Sequence[str] = (),
         add_to: Tensor | None = None,
     ) -> Tensor:
-        """Outputs of a layer's linears of one input side by side, LoRA included, plus a residual stream."""
+        """Return concatenated outputs of a layer's linears of one input, with LoRA and residual stream."""
         modules = [layer.get_submodule(name) for name in names or GROUPS[group]]
         weights = _joined([module.weight for module in modules], x_NE.dtype)
         biases = _joined([module.bias for module in modules if module.bias is not None], x_NE.dtype)
@@ -191,25 +195,25 @@ class SuffixRun:
 
 
 def _between(target: Target, x: Tensor, below: int | None, above: int | None) -> Tensor:
-    """The same tensor; in a sharded target, backward gathers the layer below here and frees the one above."""
+    """Return the same tensor; backward of a sharded target gathers the layer below, frees the one above."""
     return x if target.shards is None else target.shards.regather(x, enter=below, leave=above)
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors one below the other: as one where they lie so, else as they are."""
+    """Return tensors as one if they are adjacent in memory, else as they are."""
     whole = lying_together(parts) if len(parts) > 1 else None
     return [part.to(dtype) for part in (parts if whole is None else (whole,))]
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
-    """The target's RMSNorm as one operator, in fp32 or wider inside."""
+    """Apply the target's RMSNorm as one operator, in fp32 or wider inside."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     eps = getattr(module, "variance_epsilon", None)
     return rms_norm(x, weight.shape, weight.to(x.dtype), module.eps if eps is None else eps)  # type: ignore[arg-type]
 
 
 def _rope(target: Target, pos_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cos, and sin with the sign that the swapped halves need, each [N, 1, D]."""
+    """Return cos, and sin with the sign that the swapped halves need, each [N, 1, D]."""
     cos_BND, sin_BND = target.rope(pos_N[None], dtype=dtype)
     half = sin_BND.shape[-1] // 2
     sin_ND = torch.cat((-sin_BND[0, :, :half], sin_BND[0, :, half:]), -1)
@@ -217,21 +221,22 @@ def _rope(target: Target, pos_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def rotated(qkv_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:
-    """RoPE of queries and keys that lie side by side, halves paired as Hugging Face's Llama does.
+    """Apply RoPE to concatenated queries and keys, halves paired as in Hugging Face's Llama.
 
     Args:
-        qkv_NXD: queries, keys and whatever follows them unturned (values).
+        qkv_NXD: queries, keys and others that are not rotated (values).
         cos_N1D: cosines.
-        sin_N1D: sines, those of the first half with their sign turned.
-        heads: how many heads each of them has.
+        sin_N1D: sines, those of the first half negated.
+        heads: number of heads of each.
 
-    Returns: each of them.
+    Returns:
+        Queries, keys and the others.
     """
     return _Rotated.apply(qkv_NXD, cos_N1D, sin_N1D, tuple(heads))
 
 
 class _Rotated(torch.autograd.Function):
-    """See `rotated`; turning back is turning by the opposite angle."""
+    """Autograd function of `rotated`; its backward rotates by the opposite angle."""
 
     @staticmethod
     def forward(
@@ -249,5 +254,6 @@ class _Rotated(torch.autograd.Function):
         d = torch.cat(grads, 1)
         d_qk = d[:, : ctx.turned]
         other = d_qk.roll(d.shape[-1] // 2, -1)
+        # the inverse rotation is the transpose: the same cos, the negated sin
         d_qk.mul_(cos).addcmul_(other, sin, value=-1)
         return d, None, None, None

@@ -1,4 +1,4 @@
-"""Tokenizers of targets: read without the weights, given another chat template, or trained from scratch."""
+"""Loads tokenizers of targets without the weights, replaces chat templates, and trains a tokenizer."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A system message is read as a user turn; the generation marks cover the answer and its end token."""
+"""Chat template: system messages are user turns; the generation marks cover answer and end token."""
 
 CHAT_BY_DEFAULT = "chat_by_default"
-"""Key of `tokenizer_config.json`: whether a typed prompt is a user's message where nothing else is said.
+"""Key of `tokenizer_config.json`: True if a typed prompt is a user's message by default.
 
-Models with a chat template are taken to be chat models without it.
+Without it, models with a chat template count as chat models.
 """
 
 
 class GrowingText:
-    """A text that grows token by token, whole characters only.
+    """Decodes tokens one by one to text, in whole characters only.
 
     Args:
-        tokenizer: the target's; special tokens are text here.
+        tokenizer: the target's tokenizer; special tokens are rendered as text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class GrowingText:
         self._start = self._read = 0
 
     def add(self, token: int) -> str:
-        """What a token adds to the text; empty where it ends inside a character, which a later one brings."""
+        """Return the text that a token adds; empty if the token ends inside a character."""
         self._ids.append(token)
         known, text = self._decode(self._start, self._read), self._decode(self._start, None)
         if text.endswith("\ufffd"):
@@ -63,14 +63,14 @@ class GrowingText:
 
 
 def chats(tokenizer: Any) -> bool:
-    """Whether a target is a chat model: it has a template, and its files do not say it continues text."""
+    """Return True for a chat model: it has a template, and its files do not say that it continues text."""
     if tokenizer is None or not tokenizer.chat_template:
         return False
     return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))
 
 
 def words_of(pieces: Iterable[str]) -> list[tuple[str, range]]:
-    """The words that pieces of a text make, with the places of each word's pieces."""
+    """Join pieces of a text to words, each with the range of its pieces."""
     found: list[tuple[str, range]] = []
     for at, piece in enumerate(pieces):
         text, places = found[-1] if found else (" ", range(0))
@@ -84,12 +84,12 @@ def words_of(pieces: Iterable[str]) -> list[tuple[str, range]]:
 def read_tokenizer(
     where: str, *, chat_template: str | None = None, max_positions: int | None = None
 ) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer of a target, and its context in tokens where its config says one.
+    """Return the tokenizer of a target, and its context in tokens if its config states one.
 
     Args:
         where: `tiny`, a target folder, a `.gguf` file, or a Hub id.
-        chat_template: over the tokenizer's own; see `set_chat_template`.
-        max_positions: the context, over the config's.
+        chat_template: replaces the tokenizer's own; see `set_chat_template`.
+        max_positions: replaces the config's context.
 
     Raises:
         ConfigError: no such folder or Hub id, no tokenizer there, or no such template.
@@ -115,10 +115,10 @@ def read_tokenizer(
 
 
 def keep_spaces(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Have a byte-pair tokenizer decode to the text that was encoded, spaces before punctuation and all.
+    """Make a byte-pair tokenizer decode to exactly the text that was encoded, and return it.
 
-    Many published folders ask for the clean-up that was made for BERT's pieces. For byte pairs transformers
-    leaves it out and warns once for each load; here it is said not to be wanted.
+    Many published folders enable the removal of spaces before punctuation that was made for BERT's pieces.
+    For byte pairs transformers skips it and warns at each load; disabling it here avoids the warning.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if type(getattr(backend, "model", None)).__name__ == "BPE":
@@ -127,7 +127,9 @@ def keep_spaces(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def embedded_tokens(where: str) -> int | None:
-    """Tokens that a target has embeddings for; a tokenizer with added tokens may know more. None: not said.
+    """Return the number of tokens that a target has embeddings for, or None if its config does not state it.
+
+    A tokenizer with added tokens may know more.
 
     Args:
         where: as for `read_tokenizer`, which is called first.
@@ -142,7 +144,7 @@ def _folder(where: str) -> Path:
 
 
 def _config_file(where: str) -> Path:
-    """The config of a target, fetched where it is on the Hub."""
+    """Return the path of a target's config, downloaded if it is on the Hub."""
     from huggingface_hub import hf_hub_download
 
     folder = _folder(where)
@@ -150,7 +152,7 @@ def _config_file(where: str) -> Path:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Give a tokenizer another chat template.
+    """Replace a tokenizer's chat template.
 
     Args:
         tokenizer: changed in place.
@@ -175,7 +177,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def legacy_hint(error: BaseException) -> str:
-    """What to install if a tokenizer could not be read for want of sentencepiece or protobuf; else empty."""
+    """Return what to install if a tokenizer needed sentencepiece or protobuf to be read; else empty."""
     lacking = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
     if not any(word in str(error).lower() for word in ("sentencepiece", "protobuf", "tiktoken")):
         return ""
@@ -187,7 +189,7 @@ def legacy_hint(error: BaseException) -> str:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent of a dotted name
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
 
 
@@ -234,14 +236,14 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> None:
-    """Write the three files by which `AutoTokenizer` finds a tokenizer of this kind."""
+    """Write the three files from which `AutoTokenizer` loads a tokenizer of this kind."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIALS[0],
         "pad_token": SPECIALS[0],
         "eos_token": SPECIALS[3],
-        CHAT_BY_DEFAULT: False,  # it continues text, and has a template for questions
+        CHAT_BY_DEFAULT: False,  # continues text by default, with a template for questions
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
         KEY: PRETRAIN.name,

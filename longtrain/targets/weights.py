@@ -1,4 +1,4 @@
-"""Weights that are put into a model, stored or random ones, and who they are."""
+"""Fills a model with stored or random weights, and computes the hash that identifies weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SAMPLES = 256
 def assign_weights(
     model: nn.Module, checkpoint: StoredWeights, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fill a model built on the meta device, in place, one file at a time; of a split weight its own rows.
+    """Fill a model built on the meta device, one file at a time; split weights get this rank's part.
 
     Returns:
-        Samples of each weight by name, for `gathered`: of what is stored, whatever `dtype` makes of it.
+        Samples of each stored weight by name, for `gathered`, taken before the cast to `dtype`.
 
     Raises:
         ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.
@@ -45,12 +45,12 @@ def assign_weights(
 
 
 def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size]) -> None:
-    """Refuse a tensor that is none of the model's.
+    """Refuse a tensor that does not belong to the model.
 
     Args:
-        name: what the model would call the tensor.
+        name: the tensor's name in the model.
         stored: the tensor.
-        shapes: name -> shape of each of the model's.
+        shapes: name -> shape of each of the model's tensors.
 
     Raises:
         ArtifactError: the model has none of its name.
@@ -68,10 +68,10 @@ def check_shape(name: str, stored: StoredWeight, shapes: Mapping[str, torch.Size
 
 
 def refuse_missing(missing: Collection[str], folder: Path) -> None:
-    """Refuse a folder that lacks tensors of the model.
+    """Refuse a folder without all tensors of the model.
 
     Raises:
-        ArtifactError: it lacks some.
+        ArtifactError: a tensor is missing.
     """
     if missing:
         raise ArtifactError(
@@ -92,21 +92,21 @@ def random_weights(model: nn.Module, seed: int, *, dtype: torch.dtype, device: t
 def random_tensor(
     name: str, shape: torch.Size, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A weight by its name; no other weight changes it."""
+    """Draw a weight from a generator seeded by its name, so that other weights do not change it."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    coins = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
-    return draw(name, torch.empty(shape, dtype=dtype, device=device), coins)
+    rng = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return draw(name, torch.empty(shape, dtype=dtype, device=device), rng)
 
 
-def draw(name: str, tensor: Tensor, coins: torch.Generator) -> Tensor:
-    """Fill a tensor with random weights: norms are 1, and a matrix keeps the size of what it multiplies."""
+def draw(name: str, tensor: Tensor, rng: torch.Generator) -> Tensor:
+    """Fill a tensor with random weights: norms are 1, and matrices preserve the scale of their input."""
     if tensor.dim() == 1 and name.endswith("norm.weight"):
         return tensor.fill_(1.0)
-    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0.02, generator=coins)
+    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0.02, generator=rng)
 
 
 def _empty(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that have no values yet, by name."""
+    """Yield the parameters that have no values yet, by name."""
     for name, param in model.named_parameters():
         if param.is_meta or isinstance(param, DTensor):
             yield name, param
@@ -120,7 +120,7 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Give a parameter its values, which `rows` reads; samples of what was read come back, on `device`."""
+    """Fill a parameter with the values that `rows` reads; return samples of them, on `device`."""
     param = model.get_parameter(name)
     if isinstance(param, DTensor):
         mine = rows_of(param)
@@ -138,7 +138,7 @@ def _fill(
 
 
 def sampled(model: nn.Module) -> dict[str, Tensor]:
-    """Samples of a model's weights by name, for `gathered`; of a split weight those among its own rows."""
+    """Return samples of a model's weights by name, for `gathered`, from this rank's part of split ones."""
     values = {name: param.detach() for name, param in model.named_parameters()}
     return {
         name: _samples(value, value.to_local() if isinstance(value, DTensor) else value)
@@ -149,11 +149,11 @@ def sampled(model: nn.Module) -> dict[str, Tensor]:
 def gathered(
     model: nn.Module, samples: Mapping[str, Tensor], shards: Shards | None = None
 ) -> dict[str, tuple[torch.Size, bytes]]:
-    """Shape and samples of each weight of a model, as `identity` takes them.
+    """Return shape and samples of each weight of a model, as needed by `identity`.
 
     Args:
         model: the model, on any device, in any dtype.
-        samples: of all its weights, on one device.
+        samples: samples of all its weights, on one device.
         shards: its layers, if they are split; every rank that shares them calls this.
     """
     mine = _on_host(dict(sorted(samples.items())))
@@ -165,15 +165,15 @@ def gathered(
 
 
 def sample(weight: Tensor) -> bytes:
-    """Evenly spaced values of a whole weight, in bf16."""
+    """Return evenly spaced values of a whole weight, in bf16."""
     return _samples(weight, weight).view(torch.int16).cpu().numpy().tobytes()
 
 
 def identity(samples: Mapping[str, tuple[torch.Size, bytes]], facts: dict[str, Any]) -> str:
-    """Who weights are: sha256 over facts of the config and, of each tensor, name, shape and bf16 samples.
+    """Return the sha256 that identifies weights: over facts, and name, shape and bf16 samples of each tensor.
 
     The same for one folder in any dtype, on any device and over any number of ranks; and whether an LM head
-    that is the embeddings is tied to them or stored beside them.
+    equal to the embeddings is tied to them or stored beside them.
 
     Args:
         samples: name -> the tensor's shape, and its sample.
@@ -189,20 +189,21 @@ def identity(samples: Mapping[str, tuple[torch.Size, bytes]], facts: dict[str, A
 
 
 def _samples(weight: Tensor, values: Tensor) -> Tensor:
-    """Evenly spaced values of a weight, in bf16.
+    """Return evenly spaced values of a weight, in bf16.
 
     Args:
-        weight: whose shape says which; a split one says which rows are here.
-        values: those rows, or all.
+        weight: the weight, whose shape decides which values; if it is split, those within this rank's part.
+        values: this rank's part, or all.
     """
     stride, first = max(1, weight.numel() // _SAMPLES), 0
     if isinstance(weight, DTensor):
+        # the first sampled position of the whole weight that lies in this rank's part
         first = -rows_of(weight).start * (weight.numel() // weight.shape[0]) % stride
     return values.reshape(-1)[first::stride].to(torch.bfloat16)
 
 
 def _on_host(samples: dict[str, Tensor]) -> dict[str, bytes]:
-    """Tensors of 16 bits as bytes, in one transfer."""
+    """Convert tensors of 16 bits to bytes, in one transfer."""
     numbers = torch.cat(list(samples.values())).view(torch.int16).cpu()
     cut = numbers.split([len(value) for value in samples.values()])
     return {name: part.numpy().tobytes() for name, part in zip(samples, cut, strict=True)}

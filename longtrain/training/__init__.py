@@ -1,1 +1,1 @@
-"""Trains a module against a frozen target: optimizer, loop, checkpoints, figures and their files."""
+"""Trains a module against a frozen target: optimiser, loop, checkpoints, metrics and their files."""

@@ -1,8 +1,8 @@
-"""When a run saves, how it leaves (at a step boundary, with everything on disk), and the bar people watch.
+"""Callbacks that save checkpoints, stop a run at a step boundary after a signal, and show a progress bar.
 
-A signal (SIGTERM, SIGUSR1, Ctrl-C) is acted on only at the end of the optimizer step under way, so the grace
-time before SIGKILL must cover one whole optimizer step (all its micro-batches, and a validation that is due)
-and the writing of one checkpoint. A run killed earlier goes on from its last checkpoint.
+A signal (SIGTERM, SIGUSR1, Ctrl-C) is acted on only at the end of the current optimiser step, so the grace
+time before SIGKILL must cover one whole optimiser step (all its micro-batches, and a validation that is due)
+and the writing of one checkpoint. A run killed earlier continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from longtrain.training.table import family
 log = get_logger(__name__)
 
 LINE_SECONDS = 15.0
-"""Without a terminal: at most one line in so many seconds."""
+"""Least seconds between progress lines without a terminal."""
 
 BAR_WIDTH, BESIDE = 12, 35
-"""Columns of the bar, and of all else on its line but the figures and the numbers of steps."""
+"""Columns of the bar, and of everything else on its line except the metrics and the step numbers."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - not a failure
-    """A signal asked the run to leave; it is saved and can be resumed.
+    """A signal asked the run to stop; it is saved and can be resumed.
 
     Args:
         name: the name of the signal.
-        step: optimizer steps done and saved.
+        step: optimiser steps done and saved.
         path: the checkpoint.
     """
 
@@ -57,15 +57,15 @@ class Stopped(Exception):  # noqa: N818 - not a failure
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps or minutes, at the end, and before leaving on a signal.
+    """Saves every so many steps or minutes, at the end, and before stopping on a signal.
 
-    It acts at the start of a micro-batch that begins an optimizer step: by then all that belongs to the step
-    before, validation included, is done and written.
+    It acts at the start of the first micro-batch of an optimiser step: by then everything of the previous
+    step, validation included, is done and written.
 
     Args:
         folder: the folder of the checkpoints.
-        metrics: the figures, whose rows must be on the disk first.
-        every_steps: optimizer steps between checkpoints; 0: none.
+        metrics: the metrics, whose table must be on disk first.
+        every_steps: optimiser steps between checkpoints; 0: none.
         every_minutes: minutes between checkpoints; 0: none.
     """
 
@@ -80,16 +80,17 @@ class Checkpoints(Callback):
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let signals wait for the end of the optimizer step, until training ends."""
+        """Install signal handlers that wait for the end of the optimiser step, until training ends."""
         self._saved_step = trainer.global_step
         self._saved_time = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Between two optimizer steps: save where it is due, leave where asked to."""
+        """Between two optimiser steps, save if due and stop if a signal asked for it."""
         if batch_idx % trainer.accumulate_grad_batches or trainer.global_step == 0:
             return
+        # A signal may reach only some ranks, and clocks differ: all ranks take the maximum and act together.
         number, late = _most(trainer, self._signal, self._is_late())
         due = self.every_steps and trainer.global_step % self.every_steps == 0
         if number or ((due or late) and trainer.global_step != self._saved_step):
@@ -98,7 +99,7 @@ class Checkpoints(Callback):
                 raise Stopped(signal.Signals(number).name, trainer.global_step, path)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The rows of a run are planned as one epoch; running out of them early is an error.
+        """Refuse to end early: a run is planned as one epoch, so it must not run out of data.
 
         Raises:
             DataError: the data ended before the last step.
@@ -111,17 +112,17 @@ class Checkpoints(Callback):
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step; signals act as they did before the run."""
+        """Save the last step and restore the signal handlers."""
         if trainer.global_step != self._saved_step:
             self.save(trainer, pl_module)
         self._give_back()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Signals act as they did before the run."""
+        """Restore the signal handlers."""
         self._give_back()
 
     def save(self, trainer: Any, module: TrainModule) -> Path:
-        """Write the figures, then the checkpoint; every rank calls this."""
+        """Write the metrics, then the checkpoint; every rank calls this."""
         self.metrics.publish(trainer, module)
         if trainer.is_global_zero:
             self.metrics.sync()
@@ -140,7 +141,7 @@ class Checkpoints(Callback):
         return bool(self.every_minutes) and time.monotonic() - self._saved_time >= 60 * self.every_minutes
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal; a second Ctrl-C leaves at once."""
+        """Remember the signal; a second Ctrl-C stops at once."""
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = number
@@ -154,7 +155,7 @@ class Checkpoints(Callback):
 
 
 def _most(trainer: Any, number: int, late: bool) -> tuple[int, bool]:
-    """The largest signal number and lateness over all ranks, so that they act at the same step."""
+    """Return the largest signal number and lateness over all ranks, so that they act at the same step."""
     if trainer.world_size == 1:
         return number, late
     flags = torch.tensor([number, int(late)], device=trainer.strategy.root_device)
@@ -164,7 +165,7 @@ def _most(trainer: Any, number: int, late: bool) -> tuple[int, bool]:
 
 
 class ProgressBar(Callback):
-    """A bar on a terminal, a line from time to time elsewhere (a log file, a batch job).
+    """Shows a bar on a terminal, and otherwise (a log file, a batch job) a line from time to time.
 
     Args:
         enabled: False: neither.
@@ -177,7 +178,7 @@ class ProgressBar(Callback):
         self._line, self._pace = 0.0, Pace(0, time.monotonic())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the bar."""
+        """Start the clock, and open the bar on a terminal."""
         self._total, self._start = trainer.max_steps, trainer.global_step
         self._pace, self._line = Pace(self._start, time.monotonic()), 0.0
         console = Console(stderr=True)
@@ -188,20 +189,20 @@ class ProgressBar(Callback):
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[metrics]}"),
                 console=console,
                 refresh_per_second=2,
             )
-            self._bar.add_task("train", total=self._total, completed=self._start, figures="", left="")
+            self._bar.add_task("train", total=self._total, completed=self._start, metrics="", left="")
             self._bar.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        """Move the bar; costs nothing on the device."""
+        """Advance the bar, without device synchronisation."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what takes the time now."""
+        """Show that validation has started."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], left="validating")
         elif self.enabled and trainer.is_global_zero:
@@ -211,7 +212,7 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *rest: Any
     ) -> None:
-        """Say how far validation is; a log hears of it now and then."""
+        """Show the progress of validation; in a log only now and then."""
         if not (self.enabled and trainer.is_global_zero):
             return
         done, total = batch_idx + 1, int(sum(trainer.num_val_batches))
@@ -222,7 +223,7 @@ class ProgressBar(Callback):
             log.info("validating step=%d/%d rows=%d/%d", trainer.global_step, self._total, done, total)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say that training goes on."""
+        """Show the remaining time again."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], left=f"left {self._left(trainer.global_step)}")
 
@@ -231,20 +232,20 @@ class ProgressBar(Callback):
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close the bar, so that the message stands below it."""
+        """Close the bar, so that the message appears below it."""
         self._close()
 
-    def show(self, step: int, figures: dict[str, float]) -> None:
-        """Take new figures: a listener of `Metrics`, called on rank 0."""
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Show new metrics: a listener of `Metrics`, called on rank 0."""
         left = self._left(step)
         if self._bar is not None:
             room = self._bar.console.width - BAR_WIDTH - 2 * len(str(self._total)) - BESIDE
-            shown = short(figures)
+            shown = short(metrics)
             shown = shown if len(shown) <= room else f"{shown[: max(0, room - 1)]}…"
-            self._bar.update(self._bar.task_ids[0], figures=shown, left=f"left {left}")
+            self._bar.update(self._bar.task_ids[0], metrics=shown, left=f"left {left}")
         elif self.enabled and (time.monotonic() - self._line >= LINE_SECONDS or step >= self._total):
             self._line = time.monotonic()
-            log.info("step=%d/%d %s left=%s", step, self._total, short(figures, equals="="), left)
+            log.info("step=%d/%d %s left=%s", step, self._total, short(metrics, equals="="), left)
 
     def _left(self, step: int) -> str:
         self._pace.mark(step, time.monotonic())
@@ -260,21 +261,21 @@ class ProgressBar(Callback):
             self._bar = None
 
 
-def short(figures: dict[str, float], *, equals: str = " ") -> str:
-    """Figures in a few words; a family that ends in a number (`acc_1`, `acc_2`) becomes one list.
+def short(metrics: dict[str, float], *, equals: str = " ") -> str:
+    """Format metrics for one line; a family that ends in a number (`acc_1`, `acc_2`) becomes one list.
 
     Args:
-        figures: those of `metrics.csv`, and the `speed/` ones.
+        metrics: the metrics of `metrics.csv`, and the `speed/` ones.
         equals: between a name and its value.
     """
     families: dict[str, list[str]] = {}
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if name.startswith("train/") and name not in ("train/lr", "train/grad_norm"):
             stem = family(name.removeprefix("train/"))
             families.setdefault(stem, []).append(f"{value:.3f}")
-    if "val/loss" in figures:
-        families["val"] = [f"{figures['val/loss']:.3f}"]
-    if "speed/tokens_per_s" in figures:
-        families["tokens/s"] = [f"{figures['speed/tokens_per_s']:,.0f}".replace(",", "_")]
-        families["data_wait"] = [f"{figures['speed/data_wait_share']:.0%}"]
+    if "val/loss" in metrics:
+        families["val"] = [f"{metrics['val/loss']:.3f}"]
+    if "speed/tokens_per_s" in metrics:
+        families["tokens/s"] = [f"{metrics['speed/tokens_per_s']:,.0f}".replace(",", "_")]
+        families["data_wait"] = [f"{metrics['speed/data_wait_share']:.0%}"]
     return " ".join(f"{name}{equals}{','.join(values)}" for name, values in families.items())

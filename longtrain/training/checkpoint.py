@@ -1,16 +1,16 @@
-"""Checkpoints on disk: one form for every strategy, written whole or not at all, checked before use.
+"""Checkpoints on disk: one format for every strategy, written whole or not at all, checked before use.
 
-A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
-renamed, so a kill at any moment leaves at least one that is whole. A last one that was damaged since is never
-kept in place of the one before. Each is a folder:
+A run's folder contains `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
+renamed, so a kill at any moment leaves at least one that is whole. A last checkpoint that was damaged since
+never replaces the previous one. Each is a folder:
 
     longtrain.json           step, facts, what was seen, the number of ranks, size and SHA-256 of every file
     weights.safetensors      the trained tensors by the name they have in the trained module
-    optimizer.safetensors    the optimizer's state, `PARAMETER.exp_avg` for example
+    optimizer.safetensors    the optimiser's state, `PARAMETER.exp_avg` for example
     state.safetensors        tensors of the rest: the random states of all ranks, callbacks
 
-Nothing in it is pickled, and nothing depends on how the run was spread, so that a run goes on under another
-strategy and on another number of ranks. `state.py` gathers and restores what stands here.
+Nothing in it is pickled, and nothing depends on how the run was distributed, so that a run can continue with
+another strategy and on another number of ranks. `state.py` gathers and restores the content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, ConfigError, TrainingError
+from longtrain.errors import STARTS, ArtifactError, ConfigError, TrainingError, with_new_names
 from longtrain.files import free_bytes, json_sha256, read_json
 from longtrain.log import get_logger
 from longtrain.methods import GONE
@@ -39,20 +39,20 @@ LAST, PREVIOUS, INCOMING = "last.ckpt", "previous.ckpt", "incoming.ckpt"
 ABOUT = "longtrain.json"
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.safetensors"
 FORM = 1
-"""The version of the form; a reader refuses any other."""
+"""Version of the format; other versions are refused."""
 
 _CHECKSUM = "sha256"
-"""The key of `longtrain.json` that holds the checksum of all its others."""
+"""The key of `longtrain.json` with the checksum of all other keys."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself.
+    """Step and facts of a checkpoint.
 
     Args:
         path: its folder.
-        step: optimizer steps done.
-        facts: what the run that resumes from it must share.
+        step: optimiser steps done.
+        facts: settings that the run that resumes from it must share.
         about: all of `longtrain.json`.
     """
 
@@ -62,7 +62,7 @@ class Saved:
     about: dict[str, Any] = field(repr=False)
 
     def tensors(self, name: str) -> Tensors:
-        """The tensors of one of its files."""
+        """Open the tensors of one of its files."""
         return Tensors(self.path / name)
 
 
@@ -74,13 +74,14 @@ def write(
     Every rank calls this, since tensors may be gathered while they are written; one of them writes.
 
     Args:
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
         about: `step`, `facts` and more, as JSON values.
         pieces: file name -> its tensors.
-        writer: whether this rank writes.
+        writer: True if this rank writes.
 
     Returns:
-        Why it could not be written, in a phrase; the checkpoints before are then as they were.
+        The reason, in a phrase, if it could not be written (earlier checkpoints are then unchanged), else
+            None.
     """
     if not writer:
         for some in pieces.values():
@@ -92,6 +93,8 @@ def write(
         incoming.mkdir(parents=True)
     except OSError as error:
         failed = error
+    # Tensors may be gathered from all ranks: after an error the rest are still read, or the others would
+    # hang.
     for name, some in pieces.items():
         if failed is not None:
             tensor_file.read_others(some)
@@ -113,7 +116,7 @@ def write(
 
 
 def cannot_save(folder: Path, step: int, reason: str) -> TrainingError:
-    """The error of a checkpoint that could not be written."""
+    """Build the error for a checkpoint that could not be written."""
     return TrainingError(
         f"cannot save a checkpoint at step {step} in {folder}: {reason}; "
         f"{describe(folder)}; make room or set home=FOLDER, then run the same command again to resume"
@@ -121,7 +124,7 @@ def cannot_save(folder: Path, step: int, reason: str) -> TrainingError:
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """The checkpoint to start from.
+    """Return the checkpoint to start from, verified.
 
     Args:
         folder: the run's checkpoints.
@@ -143,15 +146,15 @@ def find(folder: Path, resume: str) -> Path | None:
     candidates = [folder / name for name in (LAST, PREVIOUS) if (folder / name).exists()]
     if not candidates:
         return None
-    verify(candidates[0])  # killed between two renames, a run has no last.ckpt but the one before
+    verify(candidates[0])  # a kill between two renames leaves only previous.ckpt
     return candidates[0]
 
 
 def verify(path: Path) -> None:
-    """Check that a checkpoint is whole, byte by byte.
+    """Verify a checkpoint, byte by byte.
 
     Raises:
-        ArtifactError: it is damaged, or of another form; the message names the good one beside it.
+        ArtifactError: it is damaged, or of another format; the message names the good one beside it.
         ConfigError: it is the folder of a run's checkpoints.
     """
     if path.is_file():
@@ -169,7 +172,7 @@ def verify(path: Path) -> None:
 
 
 def read(path: Path) -> Saved:
-    """Step and facts of a checkpoint.
+    """Read step and facts of a checkpoint.
 
     Raises:
         ArtifactError: it is not a checkpoint of longtrain, or `longtrain.json` is damaged.
@@ -182,7 +185,7 @@ def read(path: Path) -> Saved:
 
 
 def trained_tensors(path: Path) -> dict[str, Tensor]:
-    """The trained module's tensors in a checkpoint, under the module's own names, on the CPU.
+    """Return the trained module's tensors in a checkpoint, under the module's own names, on the CPU.
 
     Raises:
         ArtifactError: damaged, or not a checkpoint of longtrain.
@@ -192,15 +195,19 @@ def trained_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
-    """Refuse to resume a run whose settings changed in a way that matters.
+    """Refuse to resume a run with changed settings.
 
-    A setting that is gone does not matter where it had the value that there is nothing else of now.
+    A setting that no longer exists is ignored if it had the only value that is supported now; former names
+    count as the names of today, and settings of how a training begins may be missing in the checkpoint.
 
     Raises:
         ConfigError: lists the keys that differ.
     """
-    gone = {key for key, value in saved.facts.items() if key.split(".")[-1] in GONE and value == ["full"]}
-    if changed := differences({key: value for key, value in saved.facts.items() if key not in gone}, facts):
+    before = with_new_names(saved.facts)
+    gone = {key for key, value in before.items() if key.split(".")[-1] in GONE and value == ["full"]}
+    new = {key for key in {*facts} - {*before} if key.split(".")[-1].startswith(STARTS)}
+    now = {key: value for key, value in facts.items() if key not in new}
+    if changed := differences({key: value for key, value in before.items() if key not in gone}, now):
         run = saved.path.absolute().parents[2].name  # NAME/train/checkpoints/FILE
         raise ConfigError(
             f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({changed}); "
@@ -210,7 +217,7 @@ def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys, as facts are kept."""
+    """Flatten nested mappings to one with dotted keys, the form of facts."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -221,14 +228,14 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs, as `key: old -> new` on one line; empty where nothing does."""
+    """Describe differences as `key: old -> new` on one line; empty if there are none."""
     keys = [key for key in sorted({*old, *new}) if _plain(old.get(key)) != _plain(new.get(key))]
     shown = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys[:12])
     return shown + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
 
 
 def describe(folder: Path) -> str:
-    """One phrase on the newest whole checkpoint of a folder, for error messages."""
+    """Describe the newest whole checkpoint of a folder, for error messages."""
     for name in (LAST, PREVIOUS):
         path = folder / name
         if path.exists() and _damage(path) is None:
@@ -237,7 +244,7 @@ def describe(folder: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, file or folder, if it is there; of a link the link alone."""
+    """Delete a checkpoint, file or folder, if it exists; of a link only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -245,7 +252,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder survive a power cut."""
+    """Flush a folder, so that new names in it survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -254,7 +261,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rotate(folder: Path) -> None:
-    """Incoming -> last -> previous; a damaged last one goes, and the one before it stays."""
+    """Rename incoming to last and last to previous; a damaged last one is deleted, and previous stays."""
     incoming, last, previous = (folder / name for name in (INCOMING, LAST, PREVIOUS))
     if last.exists():
         if (reason := _damage(last)) is None:
@@ -277,10 +284,10 @@ def _write_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """`longtrain.json`, checked against its own checksum.
+    """Read `longtrain.json` and verify its own checksum.
 
     Raises:
-        ValueError: it is damaged, or of another form.
+        ValueError: it is damaged, or of another format.
         OSError: it cannot be read.
     """
     try:
@@ -297,7 +304,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None."""
+    """Return why a checkpoint cannot be used, or None."""
     try:
         about = _read_about(path)
         for name, known in about["files"].items():
@@ -329,5 +336,5 @@ def _free(folder: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples and lists compare equal, as do numbers that JSON does not tell apart."""
+    """Normalise through JSON, so that tuples equal lists and equal numbers compare equal."""
     return json.loads(json.dumps(value, default=str))

@@ -1,4 +1,4 @@
-"""A run from its settings to its summary: build Lightning's Trainer, resume, fit, sum up."""
+"""Runs training: builds Lightning's Trainer, resumes, fits, and writes the summary."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OUTPUTS = (
     "config.yaml",
     "provenance.json",
 )
-"""What a run leaves in its folder."""
+"""Files that a run writes to its folder."""
 
 
 HOST_THREADS = 4
@@ -57,10 +57,10 @@ def build_trainer(
     loggers: Sequence[Any] = (),
     seed: int = 0,
 ) -> Trainer:
-    """Lightning's Trainer, of which nothing writes to the disk or the screen by itself; seeds all generators.
+    """Build Lightning's Trainer without its own output to disk or screen, and seed all generators.
 
     Raises:
-        ConfigError: DeepSpeed is asked for and missing, or Lightning refuses the hardware or precision.
+        ConfigError: DeepSpeed is requested and missing, or Lightning refuses the hardware or precision.
     """
     strategies.check(loop.strategy, precision=loop.precision)
     zero.check_installed(loop.strategy)
@@ -88,7 +88,7 @@ def build_trainer(
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
-            use_distributed_sampler=False,  # the data module knows its rank
+            use_distributed_sampler=False,  # the data module handles ranks
             **{"max_epochs": -1, **loop.lightning},
         )
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
@@ -100,7 +100,7 @@ def build_trainer(
 
 
 def clean(folder: Path) -> None:
-    """Start anew: move what an earlier run left into `before_N`, so that nothing is lost or mixed up."""
+    """Start anew: move an earlier run's files to `before_N`, so that nothing is lost or mixed up."""
     left = [folder / name for name in OUTPUTS if (folder / name).exists()]
     if not left:
         return
@@ -125,18 +125,18 @@ def fit(
     show_progress: bool = True,
     draw_curves: bool = True,
 ) -> dict[str, Any]:
-    """Train until `max_steps`, from the run's last checkpoint where there is one.
+    """Train until `max_steps`, from the run's last checkpoint if there is one.
 
     Args:
-        objective: what is trained.
-        data: yields `Batch`; takes up at its `start_batch`.
-        trainer: what `build_trainer` gave.
-        optim: optimizer and schedule.
+        objective: the objective, with the module to train.
+        data: yields `Batch`; continues at its `start_batch`.
+        trainer: result of `build_trainer`.
+        optim: optimiser and schedule.
         loop: the loop's settings.
-        folder: the folder of the run; checkpoints, figures and the summary go there.
-        max_steps: optimizer steps.
+        folder: the folder of the run, for checkpoints, metrics and the summary.
+        max_steps: optimiser steps.
         facts: settings that a checkpoint must share with the run that resumes from it.
-        begin: called on rank 0 once it is certain that the run may go on in this folder, before it trains.
+        begin: called on rank 0 once it is certain that the run may continue in this folder, before it trains.
         resume: auto, never or a checkpoint's path.
         show_progress: a bar, or lines where there is no terminal.
         draw_curves: write `curves.png` at the end.
@@ -148,14 +148,14 @@ def fit(
         ConfigError: the checkpoint belongs to other settings.
         ArtifactError: the checkpoint is damaged.
         TrainingError: the loss is not finite, the disk is full, or another rank is gone.
-        Stopped: a signal asked to leave; the run is saved.
+        Stopped: a signal asked to stop; the run is saved.
     """
     loop = loop.spread(trainer.world_size)
     checkpoints = folder / "checkpoints"
     facts = {
         **(facts or {}),
         "trainer.max_steps": max_steps,
-        "trainer.rows_per_step": loop.accumulate_grad_batches * trainer.world_size,
+        "trainer.sequences_per_step": loop.accumulate_grad_batches * trainer.world_size,
         "trainer.precision": loop.precision,
         "trainer.gradient_clip_val": loop.gradient_clip_val,
     }
@@ -205,7 +205,7 @@ def fit(
 
 
 def title_of(facts: Mapping[str, Any]) -> str:
-    """What is trained, for which target and on texts of which length, as far as the facts of a run say."""
+    """Describe a run by its method, target and text length, as far as its facts state them."""
     longest = max((int(stage.get("doc_tokens") or 0) for stage in facts.get("data.stages") or ()), default=0)
     target = Path(str(facts.get("target.name") or "")).name
     parts = [f"training of {facts.get('method.name', 'a module')}"]
@@ -215,7 +215,7 @@ def title_of(facts: Mapping[str, Any]) -> str:
 
 
 def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
-    """The run's length and validation cadence, known only once the data is planned."""
+    """Set the run's length and validation interval, known only once the data is planned."""
     trainer.fit_loop.epoch_loop.max_steps = max_steps
     if loop.val_every < 1:
         trainer.limit_val_batches = 0
@@ -225,10 +225,10 @@ def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
 
 @contextmanager
 def _numerics(loop: LoopConfig) -> Iterator[None]:
-    """TF32 and few host threads while training on CUDA, and neither in a job that follows in this process.
+    """Context manager that enables TF32 and limits host threads while training on CUDA.
 
     With a thread for every core, the small host operators of a step wait for each other longer than they
-    work.
+    compute. Both settings are restored, so that a later job in the same process is not affected.
     """
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     if loop.accelerator != "cpu" and torch.cuda.is_available():
@@ -244,7 +244,7 @@ def _numerics(loop: LoopConfig) -> Iterator[None]:
 def _summary(
     module: TrainModule, metrics: Metrics, peaks: list[int], *, first: int, step: int, seconds: float
 ) -> dict[str, Any]:
-    tokens = module.seen["row_tokens"]
+    tokens = module.seen["sequence_tokens"]
     newest = {key: value if math.isfinite(value) else None for key, value in metrics.newest.items()}
     return {
         "steps": step,
@@ -264,7 +264,7 @@ def _summary(
 
 
 def _quieten() -> None:
-    """Lightning's own log lines would come twice, and its advice is for other data loaders."""
+    """Silence Lightning's own log lines, which would be doubled, and its advice about other data loaders."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

@@ -1,7 +1,7 @@
-"""Reads the run's figures at the logging cadence, writes them down, and stops a run whose loss is not finite.
+"""Reads the run's metrics every `log_every` steps, writes them, and stops a run whose loss is not finite.
 
-`metrics.csv` holds what is a function of data and weights alone, one row an optimizer step, so two equal runs
-have equal files; `speed.csv` holds what the clock says, one row a reading.
+`metrics.csv` depends on data and weights alone, one line an optimiser step, so two equal runs have equal
+files; `speed.csv` has the timings, one line a reading.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightning.pytorch import Callback
 from longtrain.errors import TrainingError
 from longtrain.log import get_logger
 from longtrain.training import checkpoint
-from longtrain.training.figures import StepRecord
 from longtrain.training.module import TrainModule
+from longtrain.training.pooling import StepRecord
 from longtrain.training.ranks import gather
 from longtrain.training.table import Table
 
@@ -31,12 +31,12 @@ Listener = Callable[[int, dict[str, float]], None]
 
 
 class Metrics(Callback):
-    """Owns `metrics.csv` and `speed.csv` of a run.
+    """Writes `metrics.csv` and `speed.csv` of a run.
 
     Args:
         folder: the run's folder.
-        every: optimizer steps between two readings of the device.
-        listeners: called on rank 0 with (step, figures) at a reading: means since the last one, and speed.
+        every: optimiser steps between two readings of the device.
+        listeners: called on rank 0 with (step, metrics) at a reading: means since the last one, and speed.
     """
 
     def __init__(self, folder: Path, *, every: int, listeners: Sequence[Listener] = ()) -> None:
@@ -50,28 +50,28 @@ class Metrics(Callback):
 
     @property
     def gather_wait_share(self) -> float | None:
-        """The share of this session that went into waiting for a sharded target; None: it is whole."""
+        """Share of this session spent waiting for a sharded target; None if the target is not sharded."""
         return self._gathered / self._timed if self._timed else None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Forget rows beyond the checkpoint that the run starts from."""
+        """Remove table lines beyond the checkpoint that the run starts from, and start the clock."""
         self._step = trainer.global_step
         if trainer.is_global_zero:
             self.table.cut(self._step)
             self.speed_table.cut(self._step)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        _gathered_seconds(pl_module)  # answers that were written before count for nothing here
+        _gathered_seconds(pl_module)  # discards the time of answers written before training
         self.restart_clock()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The time since the last micro-batch went into waiting for this one."""
+        """Add the time since the last micro-batch to the time spent waiting for data."""
         self._waited += time.perf_counter() - self._idle
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close the record of an optimizer step that has ended, and read the records when they are due."""
+        """Close the record of an optimiser step that has ended, and read the records when they are due."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             pl_module.end_step()
@@ -80,17 +80,17 @@ class Metrics(Callback):
         self._idle = time.perf_counter()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write down the training steps first, and keep validation out of the speed."""
+        """Write the training steps first, and exclude validation from the speed."""
         self.publish(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """One row of held-out figures."""
+        """Write one line of validation metrics."""
         pl_module.val_pool.close(trainer.global_step)
         for record in pl_module.val_pool.read(lambda value: gather(trainer, value)):
-            figures = {f"val/{name}": value for name, value in record.figures.items()}
-            pl_module.log_dict(figures, logger=False, rank_zero_only=True)  # for callbacks that monitor
+            metrics = {f"val/{name}": value for name, value in record.metrics.items()}
+            pl_module.log_dict(metrics, logger=False, rank_zero_only=True)  # for callbacks that monitor
             if trainer.is_global_zero:
-                self._write(trainer, [{"step": record.step, **figures}])
+                self._write(trainer, [{"step": record.step, **metrics}])
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock again."""
@@ -98,11 +98,11 @@ class Metrics(Callback):
         self.restart_clock()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read what is left."""
+        """Read the remaining records."""
         self.publish(trainer, pl_module)
 
     def publish(self, trainer: Any, module: TrainModule) -> None:
-        """Read the closed steps from the device, check and write them, tell the listeners. All ranks call it.
+        """Read the closed steps from the device, check and write them, call the listeners. All ranks call it.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the steps before it are written.
@@ -118,15 +118,15 @@ class Metrics(Callback):
             if not _finite(record, trainer):
                 failed = record
                 break
-            for key in ("tokens", "documents", "rows", "row_tokens"):
+            for key in ("tokens", "documents", "rows", "sequence_tokens"):
                 module.seen[key] += getattr(record, key)
-            figures = {f"train/{name}": value for name, value in record.figures.items()}
+            metrics = {f"train/{name}": value for name, value in record.metrics.items()}
             rows.append(
                 {
                     "step": record.step,
-                    **figures,
+                    **metrics,
                     "seen/labels": module.seen["tokens"],
-                    "seen/tokens": module.seen["row_tokens"],
+                    "seen/tokens": module.seen["sequence_tokens"],
                     "seen/documents": module.seen["documents"],
                 }
             )
@@ -139,7 +139,7 @@ class Metrics(Callback):
             raise TrainingError(_not_finite(failed, self.folder))
 
     def sync(self) -> None:
-        """Put the rows on the disk: a checkpoint is about to count on them."""
+        """Flush the table to disk, before a checkpoint that relies on it."""
         self.table.sync()
 
     def _write(self, trainer: Any, rows: list[dict[str, Any]]) -> None:
@@ -154,10 +154,10 @@ class Metrics(Callback):
     def _speed(
         self, trainer: Any, module: TrainModule, records: list[StepRecord], seconds: float
     ) -> dict[str, float]:
-        """What the clock says since the last reading, and the largest memory of a rank; all ranks call it."""
+        """Return the speed since the last reading, and the largest memory of a rank; all ranks call it."""
         seconds = max(seconds, 1e-9)
         speed = {
-            "tokens_per_s": sum(record.row_tokens for record in records) / seconds,
+            "tokens_per_s": sum(record.sequence_tokens for record in records) / seconds,
             "seconds_per_step": seconds / len(records),
             "data_wait_share": min(1.0, self._waited / seconds),
             "peak_memory_bytes": max(gather(trainer, peak_memory())),
@@ -177,19 +177,19 @@ class Metrics(Callback):
             listener(step, dict(self.newest))
 
     def restart_clock(self) -> None:
-        """Leave out what happened since the last reading: saving, validating."""
+        """Exclude the time since the last reading (saving, validating) from the speed."""
         self._mark = self._idle = time.perf_counter()
         self._waited = 0.0
 
 
 def _gathered_seconds(module: TrainModule) -> float | None:
-    """How long the device waited for a sharded target's layers since the last call; None: it is whole."""
+    """Return the seconds waited for a sharded target's layers since the last call; None if not sharded."""
     shards = getattr(getattr(module.objective, "target", None), "shards", None)
     return None if shards is None else shards.seconds_waited()
 
 
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean of each figure over the rows where it is a number; absent where it never is."""
+    """Return the mean of each metric over the lines where it is a number; absent if it never is."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -199,22 +199,22 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Peak bytes so far: allocated on this rank's GPU, or resident in memory where there is none."""
+    """Return the peak bytes so far: allocated on this rank's GPU, or resident in memory without one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _finite(record: StepRecord, trainer: Any) -> bool:
-    """A loss scaler skips steps whose gradients overflow, so under fp16 only the loss counts."""
+    """True if the loss is finite, and the gradient norm unless fp16's loss scaler skips such steps."""
     watched = ["loss"] if str(trainer.precision) == "16-mixed" else ["loss", "grad_norm"]
-    return all(math.isfinite(record.figures.get(name, 0.0)) for name in watched)
+    return all(math.isfinite(record.metrics.get(name, 0.0)) for name in watched)
 
 
 def _not_finite(record: StepRecord, folder: Path) -> str:
-    loss = record.figures.get("loss", math.nan)
-    what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {record.figures['grad_norm']}"
-    names = list(dict.fromkeys(record.suspects))
+    loss = record.metrics.get("loss", math.nan)
+    what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {record.metrics['grad_norm']}"
+    names = list(dict.fromkeys(record.offending))
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"{what} at step {record.step} (documents: {shown or 'not named'}); "

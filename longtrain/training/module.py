@@ -1,6 +1,6 @@
-"""The one LightningModule: it knows an objective and an optimizer, and nothing of any method.
+"""The one LightningModule, which wraps an objective and an optimiser and is independent of the method.
 
-Shapes: T tokens of one packed row.
+Shapes: T tokens of one packed sequence.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.errors import DataError
 from longtrain.methods.spec import Loss, Objective
-from longtrain.training.figures import Number, Pool
 from longtrain.training.optim import Optim
+from longtrain.training.pooling import Number, Pool
 from longtrain.training.zero import RowPrecision, engine_of
 
 
 class TrainModule(LightningModule):
-    """Trains what an objective holds.
+    """Trains the module of an objective.
 
     An objective returns the *sum* of its loss over a micro-batch's labels, or over its documents with labels
     (`Objective.per_document`). Lightning divides a loss by the accumulated micro-batches and averages
-    gradients over ranks; `accumulate * ranks / tokens_in_step` (or `documents_in_step`) makes of that the
-    gradient of the mean over all labels (documents) of the optimizer step, however they are spread.
+    gradients over ranks; the factor `accumulate * ranks / tokens_in_step` (or `documents_in_step`) turns this
+    into the gradient of the mean over all labels (documents) of the optimiser step, however they are
+    distributed.
 
     Args:
         objective: maps a batch to a loss; its `module` is trained, its `target` is no part of this module.
-        optim: optimizer and schedule.
-        facts: what a checkpoint must agree on with the run that resumes from it; saved in every checkpoint.
+        optim: optimiser and schedule.
+        facts: settings that a checkpoint must share with the run that resumes from it; saved in every
+            checkpoint.
     """
 
     def __init__(self, objective: Objective, optim: Optim, *, facts: Mapping[str, Any] | None = None) -> None:
@@ -43,7 +45,7 @@ class TrainModule(LightningModule):
         self.facts = dict(facts or {})
         self.pool = Pool()
         self.val_pool = Pool()
-        self.seen = {"tokens": 0, "documents": 0, "rows": 0, "row_tokens": 0, "seconds": 0.0}
+        self.seen = {"tokens": 0, "documents": 0, "rows": 0, "sequence_tokens": 0, "seconds": 0.0}
         self.resume: Callable[[], None] | None = None
         """Restores a checkpoint, when there is one to start from."""
         self.after_resume: Callable[[], None] | None = None
@@ -52,14 +54,14 @@ class TrainModule(LightningModule):
 
     @property
     def trained(self) -> nn.Module:
-        """The module that is trained: its tensors are what is optimized, saved and exported."""
+        """The trained module, whose tensors are optimised, saved and exported."""
         return self.objective.module
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of one micro-batch, scaled so that the step's gradient is that of its mean.
+        """Return the loss of one micro-batch, scaled so that the step's gradient is that of the mean.
 
         Raises:
-            DataError: the optimizer step has nothing to learn from.
+            DataError: the optimiser step has no labels.
         """
         by_document = self.objective.per_document
         count = batch.documents_in_step if by_document else batch.tokens_in_step
@@ -72,10 +74,10 @@ class TrainModule(LightningModule):
         loss = self._loss(batch)
         self.pool.add(loss, batch)
         spread = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return loss.total * (spread / count)
+        return loss.total * (spread / count)  # undoes Lightning's division by accumulation and ranks
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Pool the figures of one held-out micro-batch."""
+        """Add the metrics of one held-out micro-batch."""
         self.val_pool.add(self._loss(batch), batch)
 
     def _loss(self, batch: Batch) -> Loss:
@@ -86,11 +88,11 @@ class TrainModule(LightningModule):
         return self.objective(batch)
 
     def configure_optimizers(self) -> Any:
-        """AdamW and its schedule from `optim`; parameter names are those of the trained module.
+        """Build the optimiser and its schedule from `optim`; parameter names are those of the trained module.
 
-        The objective's own learning-rate factors count where `optim.lr_multipliers` says nothing.
+        The objective's own learning-rate factors apply to names that `optim.lr_multipliers` does not have.
         """
-        scaled = str(self.trainer.precision) == "16-mixed"  # the loss scaler must unscale before clipping
+        scaled = str(self.trainer.precision) == "16-mixed"  # its loss scaler must unscale before clipping
         mine = {**self.optim.lr_multipliers}
         mine |= {key: value for key, value in self.objective.lr_multipliers.items() if key not in mine}
         optimizer, schedule = replace(self.optim, lr_multipliers=mine).build(
@@ -106,7 +108,7 @@ class TrainModule(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm, or each of `Objective.parts` by its own, and keep the norms as figures.
+        """Clip by the global norm, or each of `Objective.parts` by its own, and record the norms as metrics.
 
         DeepSpeed clips inside its engine.
         """
@@ -125,7 +127,7 @@ class TrainModule(LightningModule):
         self._grad_norms = norms
 
     def end_step(self) -> None:
-        """Close the optimizer step just taken: its figures, learning rate and gradient norm."""
+        """End the record of the optimiser step just taken, and add its learning rate and gradient norms."""
         step = self.trainer.global_step
         rate = self.optim.lr * self.optim.factor(step - 1, max_steps=self.trainer.max_steps)
         extra: dict[str, Number] = {"lr": rate}
@@ -134,18 +136,18 @@ class TrainModule(LightningModule):
         self.pool.close(step, {**extra, **self._grad_norms})
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a `Batch` (a frozen dataclass, which Lightning does not move by itself) without waiting."""
+        """Move a `Batch` asynchronously (a frozen dataclass, which Lightning does not move by itself)."""
         if not isinstance(batch, Batch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch.to(device, non_blocking=True)
 
     def on_fit_start(self) -> None:
-        """Go on from a checkpoint: Lightning calls this on every rank once its strategy is set up."""
+        """Restore the checkpoint: Lightning calls this on every rank once its strategy is set up."""
         if self.resume is not None:
             self.resume()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """After a resume, set the random state that the run had here."""
+        """After a resume, restore the random state that the run had at this point."""
         if self.after_resume is not None:
             self.after_resume()
             self.after_resume = None

@@ -1,4 +1,4 @@
-"""Muon on matrices and AdamW on everything else, as one optimizer for one training loop."""
+"""Muon for matrices and AdamW for everything else, as one optimiser."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch.optim import AdamW, Muon, Optimizer
 
 APART = ("lm_head", "embed")
-"""Matrices whose names hold one of these have a row a token; AdamW trains them, as Muon's authors advise."""
+"""Names of matrices with one row per token; AdamW trains them, as Muon's authors advise."""
 
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon trains this parameter: a matrix that is no embedding and no LM head."""
+    """Return True if Muon trains this parameter: a matrix that is no embedding and no LM head."""
     return parameter.ndim == 2 and not any(word in name for word in APART)
 
 
 class MuonWithAdamW(Optimizer):
-    """Both optimizers over one list of groups and one state, so that schedules and checkpoints see one.
+    """Both optimisers over one list of groups and one state, so that schedules and checkpoints see one.
 
     Muon's step is scaled to the root mean square of AdamW's, so `lr` and `weight_decay` mean the same in both
     (Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982).
@@ -26,7 +26,8 @@ class MuonWithAdamW(Optimizer):
     Args:
         matrices: groups for Muon, as torch takes them; at least one.
         others: groups for AdamW; there may be none.
-        momentum: Muon's.
+        lr: learning rate of both.
+        momentum: momentum of Muon.
         adamw: further arguments of AdamW.
     """
 
@@ -47,19 +48,19 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both parts work on this optimizer's groups and state."""
+        """Make both parts use this optimiser's groups and state."""
         at = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             part.param_groups, part.state = self.param_groups[at : at + size], self.state
             at += size
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; it replaces groups and state, so they are shared anew."""
+        """Load a state as torch does, then share the new groups and state with both parts."""
         super().load_state_dict(state_dict)
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of both."""
+        """Take one step of both optimisers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

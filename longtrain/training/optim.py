@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: AdamW, or Muon with it; warmup, then cosine, linear or constant."""
+"""The optimiser and its schedule: AdamW, or Muon with it; warmup, then cosine, linear or constant."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optim:
-    """Settings of the optimizer and of the learning rate over the run (`conf/optim`).
+    """Settings of the optimiser and of the learning rate over the run (`conf/optim`).
 
     Args:
         name: `adamw`, or `muon`: Muon on matrices other than embeddings and LM heads, AdamW on the rest.
         lr: peak learning rate, of both.
-        momentum: Muon's.
+        momentum: momentum of Muon.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: the decay of tensors with two or more dimensions; norms, biases and other vectors have
+        weight_decay: decay of tensors with two or more dimensions; norms, biases and other vectors have
             none.
         schedule: `cosine`, `linear` or `constant`, after the warmup.
-        warmup_ratio: share of the optimizer steps over which the rate rises linearly.
-        warmup_steps: the same in steps; it goes before `warmup_ratio` when set.
+        warmup_ratio: share of the optimiser steps over which the rate rises linearly.
+        warmup_steps: the same in steps; has precedence over `warmup_ratio` when set.
         min_lr_ratio: the share of `lr` that cosine and linear end at.
         lr_multipliers: pattern of parameter names (`*` matches anything) -> factor on `lr`; the first match
             counts.
@@ -59,7 +59,7 @@ class Optim:
             raise wrong("optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
 
     def factor(self, step: int, *, max_steps: int) -> float:
-        """Share of the peak rate at an optimizer step (0-based); never 0 at the first one."""
+        """Return the share of the peak rate at an optimiser step (0-based); never 0 at the first one."""
         warmup = self.warmup_steps if self.warmup_steps is not None else round(self.warmup_ratio * max_steps)
         if step < warmup:
             return (step + 1) / warmup
@@ -72,11 +72,11 @@ class Optim:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], *, max_steps: int, fused: bool = False
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """The optimizer over the trainable parameters, and its schedule.
+        """Build the optimiser over the trainable parameters, and its schedule.
 
         Args:
             parameters: (name, parameter) pairs; those without `requires_grad` are left out.
-            max_steps: optimizer steps of the whole run.
+            max_steps: optimiser steps of the whole run.
             fused: use torch's fused CUDA kernel of AdamW.
 
         Raises:
@@ -110,7 +110,7 @@ class Optim:
         return {"betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": fused}
 
     def _groups(self, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Parameters of one rate and one decay together."""
+        """Group parameters by learning rate and weight decay."""
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for name, parameter in named:
             key = (self._multiplier(name), parameter.ndim >= 2)

@@ -1,4 +1,4 @@
-"""Nested values as JSON and named tensors, so that a checkpoint needs no pickle."""
+"""Converts nested values to JSON and named tensors and back, so that a checkpoint needs no pickle."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from longtrain.errors import ConfigError
 
 TENSOR, PAIRS, FLOAT = "__tensor__", "__pairs__", "__float__"
-"""Keys of the stand-ins for what JSON does not have."""
+"""Keys that mark values which JSON does not have."""
 
 
 def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """A nested value as JSON values; its tensors go into `tensors` under names that say where they were.
+    """Convert a nested value to JSON values, moving its tensors to `tensors` under names of their places.
 
     Tuples become lists.
 
     Args:
         value: None, flags, numbers, text, tensors, numpy's numbers, and lists, tuples and mappings of them.
-        tensors: takes the tensors.
+        tensors: receives the tensors.
         where: the name of the value.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: it contains something else.
     """
     if isinstance(value, Tensor):
         tensors[where] = value
@@ -50,7 +50,7 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given, with lists where there were tuples."""
+    """Convert the result of `pack` back, with lists in place of tuples."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):

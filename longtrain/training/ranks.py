@@ -1,8 +1,8 @@
-"""The processes of a run: how they find each other, wait for the first one, and agree.
+"""Connects the processes of a run, makes them wait for rank 0, and exchanges values between them.
 
 It relies on these facts of Lightning 2.6: `launcher.launch` starts the processes of this machine unless they
 were started already (it then sets LOCAL_RANK, which it reads at the next call), and `setup_environment` does
-nothing where the process group stands.
+nothing if the process group exists.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
-"""How often a rank asks whether the first one is done."""
+"""Seconds between two checks whether rank 0 is done."""
 
 READ_SECONDS = 20.0
-"""How long the first rank waits at most for the others to read why it failed."""
+"""Most seconds that rank 0 waits for the others to read why it failed."""
 
 END_SECONDS = 20.0
-"""How long a process that this one started may go on after its end."""
+"""Most seconds that this process waits at its end for processes that it started."""
 
 _turns = itertools.count()
-"""Numbers the waits of this process; every rank makes them in the same order."""
+"""Numbers the calls of `first` in this process, which every rank makes in the same order."""
 
 
 def connect(trainer: Any) -> None:
-    """Have the process group stand, before anything large is loaded; nothing on one rank, or a second time.
+    """Create the process group, before anything large is loaded; does nothing on one rank, or a second time.
 
-    Under torchrun and Slurm the other processes are there; on a machine with several GPUs Lightning starts
-    them here: they run the same command from its beginning and join at this place.
+    Under torchrun and Slurm the other processes exist; on a machine with several GPUs Lightning starts
+    them here: they run the same command from its beginning and join at this call.
 
     Raises:
-        ConfigError: the ranks were started in another number than the settings say, or cannot meet.
+        ConfigError: the number of started ranks differs from the settings, or they cannot connect.
     """
     if trainer.world_size == 1 or torch.distributed.is_initialized():
         return
@@ -71,17 +71,17 @@ def connect(trainer: Any) -> None:
 
 
 def first(trainer: Any, work: Callable[[], T]) -> T:
-    """The first rank does something alone; then the others do it too, and find it done on the disk.
+    """Run `work` on rank 0, then on the other ranks, which reuse rank 0's files.
 
-    There is no time limit. The others ask the store of the process group, which lives in the first rank's
+    There is no time limit. The other ranks poll the store of the process group, which lives in rank 0's
     process (or in torchrun's), so they notice when that is gone.
 
     Args:
-        trainer: connected.
+        trainer: a trainer whose ranks are connected.
         work: the same on every rank.
 
     Raises:
-        TrainingError: on the other ranks, when the first one failed or ended.
+        TrainingError: on the other ranks, when rank 0 failed or ended.
     """
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return work()
@@ -101,18 +101,18 @@ def first(trainer: Any, work: Callable[[], T]) -> T:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """An error with its kind, as other ranks are told of it."""
+    """Format an error with its type on one line, for the other ranks."""
     return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
 
 
 def _wait(store: Any, key: str, rank: int) -> None:
-    """Until the first rank has written a key."""
+    """Wait until rank 0 has written a key."""
     try:
         while not store.check([key]):
             time.sleep(POLL_SECONDS)
         failed = store.get(key).decode()
         store.add(f"{key}/read", 1)
-    except RuntimeError as error:  # torch's errors of a lost connection
+    except RuntimeError as error:  # torch's error for a lost connection
         raise TrainingError(
             f"rank {rank} waited for rank 0, which ended without a word (killed, or out of memory); see its "
             "own output, then run the same command again"
@@ -122,22 +122,22 @@ def _wait(store: Any, key: str, rank: int) -> None:
 
 
 def _let_them_read(store: Any, key: str, others: int) -> None:
-    """Keep the store for a while, which goes with the first rank, so that the others learn why it ends."""
+    """Keep the store, which ends with rank 0, until the other ranks have read the error."""
     deadline = time.monotonic() + READ_SECONDS
     while store.add(f"{key}/read", 0) < others and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 5)
 
 
 def share(trainer: Any, find: Callable[[], T]) -> T:
-    """What the first rank finds, on every rank; its error, if it has one, on every rank too.
+    """Return the result of `find` on rank 0 to every rank, or raise its error on every rank.
 
     Args:
-        trainer: connected.
-        find: called on the first rank alone; gives a value that can be sent to the others.
+        trainer: a trainer whose ranks are connected.
+        find: called on rank 0 alone; returns a value that can be sent to the others.
 
     Raises:
         LongtrainError: the error of `find`.
-        TrainingError: on the other ranks, where `find` failed with an error that is not longtrain's own.
+        TrainingError: on the other ranks, if `find` failed with an error that is not longtrain's own.
     """
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return find()
@@ -159,7 +159,7 @@ def share(trainer: Any, find: Callable[[], T]) -> T:
 
 
 def gather(trainer: Any, value: Any) -> list[Any]:
-    """A value of every rank, in rank order; needs no device and no other process on one rank."""
+    """Return a value of every rank, in rank order; on one rank it needs no process group."""
     if trainer.world_size == 1:
         return [value]
     found: list[Any] = [None] * trainer.world_size
@@ -169,13 +169,13 @@ def gather(trainer: Any, value: Any) -> list[Any]:
 
 @contextmanager
 def told_when_lost(folder: Path) -> Iterator[None]:
-    """Say in words that another rank is gone, which collectives report as an error of the connection.
+    """Context manager that replaces a connection error by a clear message that another rank is gone.
 
     Args:
-        folder: of the checkpoints that the run goes on from.
+        folder: folder of the checkpoints that the run continues from.
 
     Raises:
-        TrainingError: instead of torch's error; gloo's have no type of their own.
+        TrainingError: instead of torch's error; gloo's errors have no type of their own.
     """
     try:
         yield
@@ -191,9 +191,9 @@ def told_when_lost(folder: Path) -> Iterator[None]:
 
 
 def leave(trainer: Any) -> None:
-    """Take the process group down, once all ranks are done with it.
+    """Destroy the process group, once all ranks have reached this.
 
-    A rank that only ends may wait in NCCL for ranks that are gone.
+    A rank that exits without it may hang in NCCL, waiting for ranks that are gone.
     """
     if trainer.world_size > 1 and torch.distributed.is_initialized():
         trainer.strategy.barrier()
@@ -201,9 +201,9 @@ def leave(trainer: Any) -> None:
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """At the end of this process: those that it started end too, or, where it failed, would wait for it."""
+    """At the end of this process, wait for the processes that it started, and kill those that hang."""
     processes = list(started)
-    started.clear()  # Lightning watches this list, and would kill this process for the exit code of another
+    started.clear()  # Lightning watches this list, and would kill this process for another's exit code
     for process in processes:
         try:
             process.wait(END_SECONDS)

@@ -1,4 +1,4 @@
-"""The typed settings of the training loop. Reading them loads no torch, so a wrong one is told at once."""
+"""The typed settings of the training loop, read without torch so that errors are reported at once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ class LoopConfig:
     """Settings of the training loop (`conf/trainer`).
 
     Args:
-        max_steps: optimizer steps; None: as many as the data's stages hold.
-        rows_per_step: packed rows of all ranks in an optimizer step; over `accumulate_grad_batches` when set.
-        accumulate_grad_batches: packed rows of one rank in an optimizer step.
+        max_steps: optimiser steps; None: as many as the data's stages have.
+        sequences_per_step: packed sequences of all ranks in an optimiser step; replaces
+            `accumulate_grad_batches` if set.
+        accumulate_grad_batches: packed sequences of one rank in an optimiser step.
         accelerator: cpu, cuda or auto.
-        devices: how many, or a list of them, or auto.
-        num_nodes: machines.
-        strategy: Lightning's strategy, by name or built.
+        devices: a number, a list of them, or auto.
+        num_nodes: number of machines.
+        strategy: Lightning's strategy, by name or as an object.
         precision: bf16-mixed keeps the trained weights in fp32; auto: bf16-mixed on CUDA, else 32-true.
         gradient_clip_val: largest global gradient norm; None: do not clip.
-        val_every: optimizer steps between validations; 0: never.
-        log_every: optimizer steps between readings of the device.
-        checkpoint_every_steps: optimizer steps between checkpoints; 0: none but the last.
+        val_every: optimiser steps between validations; 0: never.
+        log_every: optimiser steps between readings of the device.
+        checkpoint_every_steps: optimiser steps between checkpoints; 0: none but the last.
         checkpoint_every_minutes: minutes between checkpoints; 0: none but the last.
         matmul_precision: the precision of fp32 products on CUDA: highest, high (TF32) or medium.
         deterministic: true, false or warn: torch's deterministic algorithms.
@@ -36,7 +37,7 @@ class LoopConfig:
     """
 
     max_steps: Count | None = None
-    rows_per_step: Count | None = None
+    sequences_per_step: Count | None = None
     accumulate_grad_batches: Count = 1
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     devices: Any = 1
@@ -57,18 +58,20 @@ class LoopConfig:
         self.spread(1)
 
     def spread(self, ranks: int) -> LoopConfig:
-        """The same with `accumulate_grad_batches` chosen so that `ranks` share `rows_per_step` evenly.
+        """Return settings whose `accumulate_grad_batches` lets `ranks` share `sequences_per_step` evenly.
 
         Raises:
             ConfigError: it does not divide, or both are set.
         """
-        if self.rows_per_step is None:
+        if self.sequences_per_step is None:
             return self
-        rows = strategies.rows_of_a_rank(self.rows_per_step, self.accumulate_grad_batches, ranks=ranks)
-        return replace(self, rows_per_step=None, accumulate_grad_batches=rows)
+        rows = strategies.sequences_of_a_rank(
+            self.sequences_per_step, self.accumulate_grad_batches, ranks=ranks
+        )
+        return replace(self, sequences_per_step=None, accumulate_grad_batches=rows)
 
-    def settled(self) -> LoopConfig:
-        """The same with accelerator and precision chosen for this machine where they are `auto`."""
+    def resolved(self) -> LoopConfig:
+        """Return settings with `auto` accelerator and precision resolved for this machine."""
         import torch
 
         accelerator, precision = self.accelerator, self.precision

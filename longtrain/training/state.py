@@ -1,7 +1,8 @@
-"""What a checkpoint holds of a run, taken from the trainer and given back to it, whatever the strategy.
+"""Collects a run's state from the trainer for a checkpoint, and restores it, for any strategy.
 
-A checkpoint is always taken between two optimizer steps, so the step count says where the data goes on, also
-when the same rows are then spread over other ranks. Lightning's own checkpoints and loop state are not used.
+A checkpoint is always taken between two optimiser steps, so the step count determines where the data
+continues, even if the same sequences are then distributed over other ranks. Lightning's own checkpoints and
+loop state are not used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def save(trainer: Any, folder: Path) -> Path:
     """Save the run as `last.ckpt` of a folder and keep the one before; every rank calls this.
 
     Raises:
-        TrainingError: the disk is full or cannot be written; the checkpoints before are as they were.
+        TrainingError: the disk is full or cannot be written; the earlier checkpoints are unchanged.
     """
     module: TrainModule = trainer.lightning_module
     engine = zero.engine_of(trainer)
@@ -53,7 +54,7 @@ def save(trainer: Any, folder: Path) -> Path:
 
 
 def restore(trainer: Any, module: TrainModule, saved: Saved) -> None:
-    """Take up a run at the start of its next optimizer step; called on every rank, with its optimizer.
+    """Resume a run at the start of its next optimiser step; called on every rank, with its optimiser.
 
     Raises:
         ArtifactError: a trained tensor is missing, has another shape, or is unknown to this module.
@@ -71,7 +72,7 @@ def restore(trainer: Any, module: TrainModule, saved: Saved) -> None:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """What is saved of a module: its parameters, frozen ones too, and its saved buffers, by name."""
+    """Return the saved tensors of a module: parameters, frozen ones too, and persistent buffers, by name."""
     return module.state_dict(keep_vars=True)
 
 
@@ -101,7 +102,7 @@ def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: ZeroSh
 
 
 def _moments(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[Piece]:
-    """The state of torch's optimizer, `PARAMETER.KEY` for every tensor that it keeps of a parameter."""
+    """Return the state of torch's optimiser, as `PARAMETER.KEY` for every tensor of every parameter."""
     named = {
         f"{name}.{key}": value
         for name, parameter in module.named_parameters()
@@ -123,7 +124,7 @@ def _load_moments(optimizer: torch.optim.Optimizer, module: nn.Module, saved: Ma
 
 
 def _rest(trainer: Any) -> dict[str, Any]:
-    """Schedule, loss scaler, callbacks, and the random states of all ranks."""
+    """Return schedule, loss scaler, callbacks, and the random states of all ranks."""
     callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     return {
         "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
@@ -136,6 +137,7 @@ def _rest(trainer: Any) -> dict[str, Any]:
 def _load_rest(trainer: Any, rest: Mapping[str, Any], module: TrainModule) -> None:
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     scheduler.load_state_dict(rest["schedule"])
+    # LambdaLR sets the rate only at its next step, so the first step after a resume needs it here.
     for group, rate in zip(scheduler.optimizer.param_groups, rest["schedule"]["_last_lr"], strict=True):
         group["lr"] = rate
     if rest["scaler"]:
@@ -143,7 +145,7 @@ def _load_rest(trainer: Any, rest: Mapping[str, Any], module: TrainModule) -> No
     for callback in trainer.callbacks:
         if callback.state_key in rest["callbacks"]:
             callback.load_state_dict(rest["callbacks"][callback.state_key])
-    if len(rest["random"]) == trainer.world_size:  # other ranks have other rows: nothing to take up
+    if len(rest["random"]) == trainer.world_size:  # with another number of ranks data is distributed anew
         module.after_resume = _setter(rest["random"][trainer.global_rank])
 
 
@@ -152,10 +154,11 @@ def _setter(state: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _go_to(trainer: Any, step: int) -> None:
-    """Set Lightning's counters, from which it takes `global_step`, and the rows that the data begins with."""
+    """Set Lightning's counters, which determine `global_step`, and the first batch of the data."""
     epoch = trainer.fit_loop.epoch_loop
     epoch.automatic_optimization.optim_progress.optimizer.step.total.completed = step
     epoch._batches_that_stepped = step
+    # micro-batches of one rank; with other ranks or accumulation the number differs, the data does not
     rows = step * trainer.accumulate_grad_batches
     total: Any = epoch.batch_progress.total
     total.ready = total.started = total.processed = total.completed = rows
@@ -165,7 +168,7 @@ def _go_to(trainer: Any, step: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators, as numbers and tensors."""
+    """Return the states of Python's, numpy's and torch's generators, as numbers and tensors."""
     version, words, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, np_gauss = state
@@ -184,7 +187,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore what `random_state` gave."""
+    """Restore the states that `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, *rest = state["numpy"]

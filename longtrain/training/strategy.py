@@ -1,4 +1,4 @@
-"""Which strategies train here, and the rows of each rank, from what was typed: nothing is built for it."""
+"""Checks the training strategy and computes the micro-batches of each rank, from the typed settings alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longtrain.errors import ConfigError
 from longtrain.settings import wrong
 
 PRECISIONS = ("bf16-mixed", "32-true")
-"""What `trainer.precision` may be under ZeRO."""
+"""Values of `trainer.precision` that are allowed under ZeRO."""
 
 INSTEAD = (
     "allowed: trainer=deepspeed_zero1 or trainer=deepspeed_zero2; where the target does not fit on one GPU, "
@@ -18,12 +18,12 @@ INSTEAD = (
 
 
 def is_deepspeed(strategy: Any) -> bool:
-    """Whether `trainer.strategy` means DeepSpeed: a name, a mapping with `_target_`, or an object."""
+    """Return True if `trainer.strategy` means DeepSpeed: a name, a mapping with `_target_`, or an object."""
     return "deepspeed" in _name(strategy)
 
 
 def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -> None:
-    """Refuse what cannot train, before anything is built or loaded.
+    """Refuse settings that cannot train, before anything is built or loaded.
 
     Args:
         strategy: `trainer.strategy` as it was typed.
@@ -32,7 +32,7 @@ def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -
 
     Raises:
         ConfigError: a strategy that splits the trained module, DeepSpeed by its name alone or by another
-            stage than 1 and 2, or with a precision or an optimizer that it does not go with.
+            stage than 1 and 2, or with a precision or an optimiser that it does not support.
     """
     name = _name(strategy)
     if any(word in name for word in ("fsdp", "modelparallel", "model_parallel")):
@@ -57,42 +57,42 @@ def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -
         )
 
 
-def rows_of_a_rank(together: int | None, each: int, *, ranks: int) -> int:
-    """Packed rows of one rank in an optimizer step.
+def sequences_of_a_rank(together: int | None, each: int, *, ranks: int) -> int:
+    """Return the packed sequences of one rank in an optimiser step.
 
     Args:
-        together: `trainer.rows_per_step`, which the ranks share; None: each has `each`.
+        together: `trainer.sequences_per_step`, which the ranks share; None: each has `each`.
         each: `trainer.accumulate_grad_batches`.
-        ranks: how many there are.
+        ranks: number of ranks.
 
     Raises:
-        ConfigError: both are set, or the ranks cannot share the rows evenly.
+        ConfigError: both are set, or the ranks cannot share the sequences evenly.
     """
     if together is None:
         return each
     if each != 1:
         raise ConfigError(
-            f"trainer.rows_per_step={together} (of all ranks) and trainer.accumulate_grad_batches={each} (of "
-            "each) are both set; give one, the other null and 1"
+            f"trainer.sequences_per_step={together} (of all ranks) and "
+            f"trainer.accumulate_grad_batches={each} (of each) are both set; give one, the other null and 1"
         )
     if together % ranks:
         allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
-        raise wrong("trainer.rows_per_step", together, allowed)
+        raise wrong("trainer.sequences_per_step", together, allowed)
     return together // ranks
 
 
 def check_stage(stage: Any) -> None:
-    """Refuse another stage of DeepSpeed than 1 and 2.
+    """Refuse other stages of DeepSpeed than 1 and 2.
 
     Raises:
-        ConfigError: which ones there are.
+        ConfigError: the stage is another; the message names the allowed ones.
     """
     if stage not in (1, 2):
         raise ConfigError(f"DeepSpeed's stage {stage} cannot train here; {INSTEAD}")
 
 
 def _name(strategy: Any) -> str:
-    """What a strategy is called; of an object also what its classes are called."""
+    """Return the name of a strategy; of an object the names of its classes."""
     if isinstance(strategy, Mapping):
         return str(strategy.get("_target_", "")).lower()
     if strategy is None or isinstance(strategy, str):

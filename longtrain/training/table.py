@@ -1,6 +1,6 @@
-"""Figures of a run as a CSV file that survives kills, and as a picture.
+"""Metrics of a run as a CSV file that survives kills, and as a plot.
 
-Rows are appended whole; a new column rewrites the file atomically.
+Lines are appended whole; a new column rewrites the file atomically.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from longtrain import files, plots
 from longtrain.errors import DataError, LongtrainError, TrainingError, first_line
 
 NUMBERED = re.compile(r"(?:[_/@.-](?:depth|d)[_/]?|[_/@.-]?)\d+$")
-"""The end of a figure's name that says which one of a family it is."""
+"""Suffix of a metric's name that numbers it within its family."""
 SMOOTH = 0.02
 """Width of the running mean, as a share of the steps."""
 
 
 class Table:
-    """Rows by step. Columns stand in the order in which names first come up; a missing figure is empty.
+    """A CSV table with a line per step. Columns are in order of first appearance; missing values are empty.
 
     Args:
-        path: the file; what it holds already is kept until `cut`.
+        path: the file; its content is kept until `cut`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class Table:
         self.columns: list[str] = []
 
     def cut(self, step: int) -> None:
-        """Keep the rows up to and including a step, and forget a line that a kill left unfinished."""
+        """Keep the lines up to and including a step, without a last line that a kill left unfinished."""
         rows = [row for row in read(self.path) if int(row["step"]) <= step]
         self.columns = list(rows[0]) if rows else []
         if rows:
@@ -42,7 +42,7 @@ class Table:
             self.path.unlink(missing_ok=True)
 
     def append(self, rows: Iterable[Mapping[str, float | int]]) -> None:
-        """Add rows; each has a `step`.
+        """Append lines; each has a `step`.
 
         Raises:
             TrainingError: the disk is full or the file cannot be written.
@@ -62,7 +62,7 @@ class Table:
             raise self._failed(error) from error
 
     def sync(self) -> None:
-        """Have the rows on the disk before a checkpoint that counts on them."""
+        """Flush the table to disk, before a checkpoint that relies on it."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -83,7 +83,7 @@ class Table:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The whole rows of a table, as text; a last line without its end is left out."""
+    """Read the complete lines of a table, as text; a last line without its end is left out."""
     if not path.exists():
         return []
     try:
@@ -98,12 +98,12 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def family(name: str) -> str:
-    """A figure's name without what says which one of a family it is: `acc/depth_0`, `acc_1` -> `acc`."""
+    """Return a metric's name without its number in the family: `acc/depth_0`, `acc_1` -> `acc`."""
     return NUMBERED.sub("", name)
 
 
 def draw(metrics: Path, picture: Path, title: str = "") -> bool:
-    """Draw one panel for the loss and one for each family of figures (`acc_1`, `acc_2` share one), as a PNG.
+    """Plot one panel for the loss and one for each family of metrics (`acc_1`, `acc_2` share one), as a PNG.
 
     Args:
         metrics: `metrics.csv` of a run.
@@ -141,12 +141,12 @@ def _lines(columns: list[str], rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def _text(value: float | int) -> str:
-    """Every digit of a float, so that equal text means equal bits."""
+    """Format a float with every digit, so that equal text means equal bits."""
     return repr(float(value)) if isinstance(value, float) else str(value)
 
 
 def _running_mean(values: list[float], width: int) -> list[float]:
-    """Mean of the last `width` values at each place."""
+    """Return the mean of the last `width` values at each place."""
     return [
         sum(part) / len(part)
         for part in (values[max(0, end - width) : end] for end in range(1, len(values) + 1))

@@ -1,6 +1,6 @@
-"""A safetensors file written a tensor at a time, so that no more than one tensor is held for it.
+"""Writes a safetensors file one tensor at a time, so that only one tensor is in memory for it.
 
-safetensors' own writer wants all tensors at once. The format is a length, a JSON header and the bytes:
+safetensors' own writer needs all tensors at once. The format is a length, a JSON header and the bytes:
 https://github.com/huggingface/safetensors#format. Files are read with safetensors itself.
 """
 
@@ -33,20 +33,20 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's words for dtypes."""
+"""Names of dtypes in the format."""
 
 READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is put together only when it is written.
+    """A tensor that is materialised only when it is written.
 
     Args:
         name: its key in the file.
-        shape: known before.
-        dtype: known before.
-        read: gives the tensor, on any device; where it lies on several ranks, every rank calls this.
+        shape: known in advance.
+        dtype: known in advance.
+        read: returns the tensor, on any device; if it is distributed over ranks, every rank calls this.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Size on the disk."""
+        """Size on disk."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Tensors that are at hand, as pieces."""
+    """Wrap existing tensors as pieces."""
     return [
         Piece(name, tuple(value.shape), value.dtype, lambda value=value: value)  # type: ignore[misc]
         for name, value in tensors.items()
@@ -69,7 +69,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
 
 def write(path: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Write pieces into a new file and flush it to the disk; every piece is read, whatever happens.
+    """Write pieces into a new file and flush it to disk; every piece is read, even after an error.
 
     Returns:
         `bytes` and `sha256` of the file.
@@ -95,7 +95,7 @@ def write(path: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def take_part(pieces: Iterable[Piece]) -> None:
-    """Read pieces and forget them: what a rank does while another one writes them."""
+    """Read pieces and discard them, as a rank does while another one writes them."""
     for piece in pieces:
         piece.read()
 
@@ -106,7 +106,7 @@ def read_others(pieces: Sequence[Piece]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """Return the checksum of a file."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         while part := file.read(READ_BYTES):
@@ -115,7 +115,7 @@ def sha256(path: Path) -> str:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a file by name, each read from the disk when it is asked for, on the CPU.
+    """The tensors of a file by name, each read from disk on access, on the CPU.
 
     Args:
         path: a safetensors file whose checksum was verified.
@@ -139,7 +139,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def _aligned(pieces: Sequence[Piece]) -> list[Piece]:
-    """Wide dtypes first, so that every tensor begins at a multiple of its item's size."""
+    """Sort by item size, descending, so that every tensor begins at a multiple of its item size."""
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-1 and 2: its settings under Lightning, and the whole tensors behind its shards.
+"""DeepSpeed's ZeRO-1 and 2: settings under Lightning, and access to whole tensors behind the shards.
 
-What is relied on, in DeepSpeed 0.19.8 and Lightning 2.6.6, stands in one line where it is used.
+It relies on internals of DeepSpeed 0.19.8 and Lightning 2.6.6; each is used in one place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from longtrain.training.tensor_file import Piece
 
 
 class RowPrecision(DeepSpeedPrecision):
-    """Trained weights in fp32 as under DDP, and autocast where the trainer says bf16-mixed.
+    """Keeps trained weights in fp32 as under DDP, with autocast if the trainer's precision is bf16-mixed.
 
-    Lightning's own plugin would turn the trained weights into bf16 (DeepSpeed's `bf16` section), so that
+    Lightning's own plugin would cast the trained weights to bf16 (DeepSpeed's `bf16` section), so that
     losses differ from DDP's by about 0.4%.
 
     Args:
@@ -35,11 +35,11 @@ class RowPrecision(DeepSpeedPrecision):
         self.mixed = precision == "bf16-mixed"
 
     def convert_input(self, data: Any) -> Any:
-        """The batch as it is: token ids and masks have nothing to convert."""
+        """Return the batch unchanged: token ids and masks need no conversion."""
         return data
 
     def autocast(self, device: str) -> AbstractContextManager[Any]:
-        """Entered inside the engine's forward, since DeepSpeed switches off an autocast that is around it."""
+        """Return the autocast context for use inside the engine's forward, which disables outer ones."""
         return torch.autocast(device, torch.bfloat16) if self.mixed else nullcontext()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,13 +52,13 @@ class RowPrecision(DeepSpeedPrecision):
 
 
 def check_installed(strategy: Any) -> None:
-    """Refuse to train with DeepSpeed where it is not installed.
+    """Refuse to train with DeepSpeed if it is not installed.
 
     Args:
         strategy: `trainer.strategy`, typed or built.
 
     Raises:
-        ConfigError: how to install it.
+        ConfigError: it is not installed; the message says how to install it.
     """
     if is_deepspeed(strategy) and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -68,60 +68,60 @@ def check_installed(strategy: Any) -> None:
 
 
 def prepare(strategy: DeepSpeedStrategy, precision: str) -> RowPrecision:
-    """Complete the configuration that Lightning hands to DeepSpeed, and give the precision that goes with it.
+    """Complete the configuration that Lightning passes to DeepSpeed; return the matching precision plugin.
 
     Raises:
         ConfigError: another stage than 1 and 2, which DeepSpeed's own configuration may name.
     """
     config: Any = strategy.config
     check_stage((config.get("zero_optimization") or {}).get("stage"))
-    # Lightning asks the loader's batch sampler for this size, and ours has none; DeepSpeed only prints it.
+    # Lightning takes this size from the loader's batch sampler, but ours has none; DeepSpeed only prints it.
     config.setdefault("train_micro_batch_size_per_gpu", 1)
-    # With offload DeepSpeed refuses torch's AdamW unless told so; its own needs a compiler on every node.
+    # With offload DeepSpeed refuses torch's AdamW by default; its own needs a compiler on every node.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     return RowPrecision(precision)
 
 
 def engine_of(trainer: Any) -> ZeroShards | None:
-    """The engine of a trainer that is set up with DeepSpeed, else None."""
+    """Return access to the shards of a trainer that is set up with DeepSpeed, else None."""
     if not isinstance(trainer.strategy, DeepSpeedStrategy):
         return None
     return ZeroShards(trainer.strategy.deepspeed_engine, trainer.lightning_module.trained)
 
 
 class ZeroShards:
-    """The trained weights and the optimizer's state behind DeepSpeed's shards, a parameter at a time.
+    """Gives access to trained weights and optimiser state behind DeepSpeed's shards, one parameter at a time.
 
-    Every rank calls the methods that give whole tensors, for the same parameters in the same order.
+    Every rank calls the methods that return whole tensors, for the same parameters in the same order.
 
     Args:
-        engine: DeepSpeed's, of ZeRO-1 or 2.
-        module: the trained module, whose parameters the engine's optimizer holds.
+        engine: DeepSpeed's engine, of ZeRO-1 or 2.
+        module: the trained module, whose parameters the engine's optimiser has.
     """
 
     def __init__(self, engine: Any, module: torch.nn.Module) -> None:
         self.engine, self.module = engine, module
         self.optimizer: Any = engine.optimizer
-        """`DeepSpeedZeroOptimizer`: a flat fp32 partition a parameter group, and torch's optimizer of it."""
+        """DeepSpeed's optimiser: a flat fp32 partition per parameter group, and torch's optimiser of it."""
 
     def grad_norm(self) -> Tensor | float:
-        """The global gradient norm of the last step before clipping; infinite where it was skipped."""
+        """Return the last step's global gradient norm before clipping; infinite if it was skipped."""
         return self.engine.get_global_grad_norm()
 
     def full(self, parameter: Tensor) -> Tensor:
-        """A parameter's fp32 weights, whole, on its device."""
+        """Return a parameter's fp32 weights, whole, on its device."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return safe_get_full_fp32_param(parameter)
 
     def set_full(self, parameter: Tensor) -> None:
-        """Have the partition of this rank hold what the parameter holds."""
+        """Copy the parameter's values to this rank's partition."""
         from deepspeed.utils import safe_set_full_fp32_param
 
         safe_set_full_fp32_param(parameter, parameter.detach().float())
 
     def moments(self) -> list[Piece]:
-        """The optimizer's state, `PARAMETER.KEY` in fp32, each piece put together when it is read."""
+        """Return the optimiser's state, `PARAMETER.KEY` in fp32, each piece gathered when it is read."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_states()
@@ -137,7 +137,7 @@ class ZeroShards:
         return found
 
     def load_moments(self, saved: Mapping[str, Tensor]) -> None:
-        """Give the partition of this rank its share of the optimizer's state of every parameter."""
+        """Load this rank's share of every parameter's optimiser state into its partition."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         states = by_parameter(saved)
@@ -147,11 +147,11 @@ class ZeroShards:
                 value = saved[f"{name}.{key}"].to(state[key].device, torch.float32)
                 if value.ndim:
                     safe_set_full_optimizer_state(parameter, value, key)
-                else:  # the count of steps, which the parameters of a group share
+                else:  # the step count, shared by a group's parameters
                     state[key].copy_(torch.maximum(state[key], value))
 
     def _states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Every trained parameter with its name and its group's flat state, empty before a first step."""
+        """Return name, parameter and flat state of its group (empty before a first step) for all."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         flat = self.optimizer.single_partition_of_fp32_groups
         inner = self.optimizer.optimizer.state
@@ -162,7 +162,7 @@ class ZeroShards:
         ]
 
     def _make_states(self, keys: set[str]) -> None:
-        """The optimizer's state before its first step, in which DeepSpeed lets torch make it."""
+        """Create the optimiser's state before its first step, in which torch would create it."""
         inner = self.optimizer.optimizer
         for group, flat in zip(
             inner.param_groups, self.optimizer.single_partition_of_fp32_groups, strict=True
@@ -174,7 +174,7 @@ class ZeroShards:
         self._link_states()
 
     def _link_states(self) -> None:
-        """Have every parameter know its part of the flat state.
+        """Link every parameter to its part of the flat state.
 
         DeepSpeed does this when its first group has taken a first step, and then never again, so that the
         parameters of the other groups would have none.
@@ -184,7 +184,7 @@ class ZeroShards:
 
 
 def by_parameter(saved: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Parameter name -> the keys of its state, of names such as `layer.weight.exp_avg`."""
+    """Return parameter name -> keys of its state, from names such as `layer.weight.exp_avg`."""
     found: dict[str, list[str]] = {}
     for name in saved:
         parameter, _, key = name.rpartition(".")

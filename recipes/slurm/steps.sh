@@ -15,7 +15,8 @@ LAST_SECONDS=20 # before the time limit: by then the job is requeued even if the
 session=${SLURM_RESTART_COUNT:-0}
 logs=$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$logs"
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# sed reads all names; head would leave after the first and, where they are very many, end this script by a broken pipe
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that systems give to outgoing connections
 export MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not ask sbatch's option for it

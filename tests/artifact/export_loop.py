@@ -20,7 +20,7 @@ from mutations import METHODS, made_of
 
 from longtrain import methods, tables
 from longtrain.artifact import Artifact
-from longtrain.artifact.verification import Check
+from longtrain.artifact.golden.checks import Check
 from longtrain.errors import ArtifactError
 from longtrain.targets.loading import load_target
 
@@ -85,12 +85,12 @@ def main() -> None:
     asked = parser.parse_args()
     lines = []
     for line in loop(asked.target, count=asked.count, device=asked.device, only=tuple(asked.methods)):
-        tables.say(json.dumps(line))
+        tables.print_lines(json.dumps(line))
         lines.append(line)
     machine = torch.cuda.get_device_name() if asked.device.startswith("cuda") else "CPU"
     refused = sum(bool(line["refused"]) for line in lines)
     found = {"target": Path(asked.target).name, "machine": machine, "exports": len(lines), "refused": refused}
-    tables.say(json.dumps(found))
+    tables.print_lines(json.dumps(found))
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({**found, "lines": lines}, indent=1) + "\n")

@@ -19,8 +19,8 @@ import torch
 
 from longtrain import methods, tables
 from longtrain.artifact import Artifact
-from longtrain.artifact.golden import Attach
-from longtrain.artifact.verification import FAR
+from longtrain.artifact.golden import Attach, Golden
+from longtrain.artifact.golden.checks import FAR, refuse
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.targets.loading import load_target
 from longtrain.targets.model import Target
@@ -39,6 +39,13 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "pool_kernel": (-2,),
 }
 """Setting -> what is added to it; those of lists and words are in `other_settings`."""
+
+
+def verify(golden: Golden, attach: Attach, target: Target) -> float:
+    """Compare a module with golden outputs: the relative distance in fp32, or the error of a failed check."""
+    checks = golden.measure(attach, target)
+    refuse(checks)
+    return checks[0].error
 
 
 class Turned:
@@ -239,7 +246,7 @@ def main() -> None:
         )
         for line in lines
     ]
-    tables.say(
+    tables.print_lines(
         f"\n{title}\n", tables.markdown(("method", "mutation", "error", "limit", "margin", "outcome"), shown)
     )
     if accepted := [line for line in lines if line["outcome"] == "ACCEPTED"]:

@@ -11,12 +11,12 @@ import typing
 
 import pytest
 import torch
-from mutations import made_of
+from mutations import made_of, verify
 
 from longtrain import methods
-from longtrain.artifact import Artifact
-from longtrain.artifact.golden_scores import REPEATED, SHARE
-from longtrain.artifact.verification import Check, Verification
+from longtrain.artifact import Artifact, Golden
+from longtrain.artifact.golden.checks import Check, Verification
+from longtrain.artifact.golden.kinds import REPEATED, SHARE
 from longtrain.errors import ArtifactError, LongtrainError
 from longtrain.settings import OneOf
 from longtrain.targets.loading import load_target, random_target
@@ -32,7 +32,7 @@ MADE = {
 }
 """Method -> settings other than its defaults."""
 
-SETS = {"pool", "queries", "by_mass", "sinks", "window", "recall_weight", "recall_rows"}
+SETS = {"pool", "queries", "by_mass", "sinks", "window", "recall_weight", "recall_entries"}
 OFFSETS = {"anchor_offset", "anchors", "offset_max_tokens", "offset_max_doc_tokens"}
 IN_TRAINING = {
     "longspec": OFFSETS
@@ -40,7 +40,14 @@ IN_TRAINING = {
     | {"chunk_tokens", "head_bits"},  # head_bits: a copy of the head, on GPUs alone
     "eagle3": OFFSETS
     | {"depths", "depth_decay", "kl_decay", "warm_start", "chunk_tokens", "views", "head"}
-    | {"objective", "draft_vocab_size"},  # draft_vocab_size: beyond the vocabulary; below it shapes differ
+    | {
+        "objective",
+        "draft_vocab_size",
+        "start_mlp",
+        "start_outputs",
+        "start_norm",
+        "start_inputs",
+    },  # draft_vocab_size: beyond the vocabulary; below it shapes differ
     "lookaheadkv": {"init_std", "embedding_lr_scale", "budget_weight", "budgets", "response"},
     "kvzap": {"chunk", "labels"},
     "specontext": SETS | {"conv", "mapping"},  # conv: of another variant; mapping: its table is stored
@@ -140,18 +147,18 @@ def test_golden_outputs_without_the_choice_are_refused(artifacts, tmp_path):
         tensors = golden.tensors()
         del tensors[lost]
         with pytest.raises(ArtifactError, match=f"lacks {lost}"):
-            type(golden).from_tensors(tensors, golden.dtype, golden.noise)
+            Golden.from_tensors(golden.kind, tensors, golden.dtype, golden.noise)
 
 
 def test_one_entry_is_enough(target, artifacts):
     made = artifacts["kvzap"]
-    kept_LGS = made.golden.kept_LGS.clone()
-    assert kept_LGS.shape[-1] == REPEATED * len(made.golden.ids_T)
+    kept_LGS = made.golden.own["kept_LGS"].clone()
+    assert kept_LGS.shape[-1] == REPEATED * len(made.golden.own["ids_T"])
     assert int(kept_LGS.sum()) == int(kept_LGS.numel() * SHARE)
     kept_LGS[1, 0, 7] = ~kept_LGS[1, 0, 7]
-    golden = dataclasses.replace(made.golden, kept_LGS=kept_LGS)
+    golden = dataclasses.replace(made.golden, own={**made.golden.own, "kept_LGS": kept_LGS})
     with pytest.raises(ArtifactError, match="chooses by stored scores"):
-        golden.verify(made._parts, target)
+        verify(golden, made._parts, target)
 
 
 @pytest.mark.parametrize("name", ["lookaheadkv", "kvzap", "specontext", "indexer"])

@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 import torch
+from mutations import verify
 
 from longtrain import methods
-from longtrain.artifact import DraftGolden
+from longtrain.artifact.golden import KINDS, Golden
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -100,12 +101,12 @@ def correct(module, target, config):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(made, module, target, config, fault):
     with pytest.raises(ArtifactError, match=CAUGHT):
-        made.golden.verify(lambda view: FAULTS[fault](module, view, config), target)
+        verify(made.golden, lambda view: FAULTS[fault](module, view, config), target)
 
 
 def test_the_right_module_passes_again_and_again(made, module, target, config):
     for _ in range(2):
-        assert made.golden.verify(lambda view: correct(module, view, config), target) < 1e-6
+        assert verify(made.golden, lambda view: correct(module, view, config), target) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -120,24 +121,24 @@ def rounded():
 
 def test_rounding_passes(rounded, module, config):
     wide, half = rounded
-    golden = DraftGolden.record(lambda view: correct(module, view, config), half, tokens=32)
+    golden = Golden.record(KINDS["laws"], lambda view: correct(module, view, config), half, tokens=32)
     assert golden.dtype == "bfloat16" and golden.inputs["k_1"].dtype == torch.bfloat16
-    assert golden.verify(lambda view: correct(module, view, config), half) < 1e-5
-    assert golden.verify(lambda view: correct(module, view, config), wide) < 1e-5
+    assert verify(golden, lambda view: correct(module, view, config), half) < 1e-5
+    assert verify(golden, lambda view: correct(module, view, config), wide) < 1e-5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught_in_half_precision_too(rounded, module, config, fault):
     half = rounded[1]
-    golden = DraftGolden.record(lambda view: correct(module, view, config), half, tokens=32)
+    golden = Golden.record(KINDS["laws"], lambda view: correct(module, view, config), half, tokens=32)
     with pytest.raises(ArtifactError, match=CAUGHT):
-        golden.verify(lambda view: FAULTS[fault](module, view, config), half)
+        verify(golden, lambda view: FAULTS[fault](module, view, config), half)
 
 
 def test_another_target_s_keys_are_caught(made, module, config):
     other = random_target("llama_micro", seed=1)
     with pytest.raises(ArtifactError, match=r"not reproduced by"):
-        made.golden.verify(lambda view: correct(module, view, config), other)
+        verify(made.golden, lambda view: correct(module, view, config), other)
 
 
 def test_not_a_number_is_caught(made, module, target, config):
@@ -145,17 +146,19 @@ def test_not_a_number_is_caught(made, module, target, config):
     broken.load_state_dict(module.state_dict())
     broken.mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ArtifactError, match=CAUGHT):
-        made.golden.verify(lambda view: correct(broken, view, config), target)
+        verify(made.golden, lambda view: correct(broken, view, config), target)
 
 
 def test_prompt_is_longer_than_the_window(made, config):
-    assert len(made.golden.script.ids_T) > config.window
+    assert len(made.golden.own["ids_T"]) > config.window
 
 
-def test_shapes_that_do_not_fit_are_refused(made):
+def test_shapes_that_do_not_fit_are_refused(made, module, target, config):
     tensors = made.golden.tensors()
-    with pytest.raises(ArtifactError, match="do not fit"):
-        DraftGolden.from_tensors(tensors | {"roots_C": torch.zeros(5, dtype=torch.int64)}, "float32")
+    others = tensors | {"roots_C": torch.zeros(5, dtype=torch.int64)}
+    golden = Golden.from_tensors(KINDS["laws"], others, "float32")
+    with pytest.raises(ArtifactError, match="cannot be asked for its golden laws"):
+        golden.measure(lambda view: correct(module, view, config), target)
     del tensors["logq_CDV"]
     with pytest.raises(ArtifactError, match="lacks logq_CDV"):
-        DraftGolden.from_tensors(tensors, "float32")
+        Golden.from_tensors(KINDS["laws"], tensors, "float32")

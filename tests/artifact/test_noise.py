@@ -7,15 +7,15 @@ import copy
 import pytest
 import torch
 from export_loop import cases, loop
-from mutations import METHODS, made_of, table
+from mutations import METHODS, made_of, table, verify
 
-from longtrain.artifact.golden import FLOOR, MULTIPLE, OUTPUTS, as_number
-from longtrain.artifact.verification import FAR, Check
-from longtrain.artifact.wide import WideTarget
+from longtrain.artifact.golden.checks import FAR, Check
+from longtrain.artifact.golden.outputs import FLOOR, MULTIPLE, OUTPUTS, as_number
+from longtrain.artifact.golden.wide import WideTarget
 from longtrain.errors import ArtifactError
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 FORMER_LIMIT = 0.1
 """The fixed one in bf16: published models with sharp attention and huge activations round further off."""
@@ -35,8 +35,10 @@ def sharp(dtype=torch.bfloat16):
 
 def last_states(target, ids_T):
     """The LM head's inputs and its logits of the last token."""
-    rows = Rows(torch.arange(len(ids_T))[None], ids_T[None])
-    step = target.forward(rows, target.new_cache(1, len(ids_T), 0), want=Want("last", hidden=(0, -1)))
+    rows = TokenBatch(torch.arange(len(ids_T))[None], ids_T[None])
+    step = target.forward(
+        rows, target.new_cache(1, len(ids_T), 0), outputs=OutputRequest("last", hidden=(0, -1))
+    )
     return step.hidden[0], step.hidden[-1], step.logits_BTV
 
 
@@ -49,12 +51,14 @@ def test_a_wide_target_is_the_target_in_fp32_and_leaves_it_as_it_is(shape, fused
     target = target.fuse() if fused else target
     before = [(weight.data_ptr(), weight.dtype) for weight in target.parameters()]
     wide = WideTarget(target)
-    for got, want in zip(last_states(wide, torch.arange(2, 50)), wanted, strict=True):
+    for got, expected in zip(last_states(wide, torch.arange(2, 50)), wanted, strict=True):
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert [(weight.data_ptr(), weight.dtype) for weight in target.parameters()] == before
     with pytest.raises(RuntimeError, match="stop"):
-        wide.forward(Rows(torch.arange(3)[None], torch.arange(3)[None]), wide.new_cache(1, 3, 0), watch=stop)
+        wide.forward(
+            TokenBatch(torch.arange(3)[None], torch.arange(3)[None]), wide.new_cache(1, 3, 0), hook=stop
+        )
     assert [(weight.data_ptr(), weight.dtype) for weight in target.parameters()] == before
     assert not any(module._forward_pre_hooks for module in target.modules())
 
@@ -74,9 +78,9 @@ def test_a_target_that_rounds_coarsely_verifies_where_the_former_limit_refused_i
     target, made = coarse
     golden = made.golden
     scores, _ = golden._on_target(made._parts, target)
-    assert float(golden._distance(scores, golden.scores_LGT).max()) > FORMER_LIMIT
+    assert float(golden.kind.distance(scores, golden.own["scores_LGT"]).max()) > FORMER_LIMIT
     for at_hand in (target, sharp().fuse(), sharp().float()):
-        assert golden.verify(made._parts, at_hand) < 1e-5
+        assert verify(golden, made._parts, at_hand) < 1e-5
     limit = golden.measure(made._parts, target)[-1].limit
     assert limit == pytest.approx(MULTIPLE * golden.noise[OUTPUTS]) and limit > FLOOR["bfloat16"]
 
@@ -114,7 +118,7 @@ def test_another_targets_rounding_is_no_excuse(coarse):
     assert not next(check for check in checks if check.what == "the evictor and the target in fp32").passed
     quiet = made_of("kvzap", sharp())  # its module never asks the target
     with pytest.raises(ArtifactError, match=r"the module itself computes .* the target here gives other"):
-        quiet.golden.verify(quiet._parts, other)
+        verify(quiet.golden, quiet._parts, other)
 
 
 @pytest.mark.parametrize("name", METHODS)

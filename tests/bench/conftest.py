@@ -8,6 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.jobs import bench
 
 
@@ -20,7 +21,7 @@ def measured(tmp_path):
 
         def run(suite, *overrides):
             common = [f"suite={suite}", "target.device=cpu", f"run_dir={tmp_path}"]
-            bench.run(compose("bench", overrides=[*common, *overrides]))
+            bench.run(RunConfig.from_hydra(compose("bench", overrides=[*common, *overrides])))
             return json.loads((tmp_path / "bench" / f"{suite}.json").read_text())["rows"]
 
         yield run

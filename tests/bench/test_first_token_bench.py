@@ -41,18 +41,13 @@ def rows() -> list[dict[str, Any]]:
     return list(first_token.run(settings(), CPU))
 
 
-def of(rows: list[dict[str, Any]], section: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["section"] == section]
-
-
-def test_both_sections_are_measured_in_order(rows: list[dict[str, Any]]) -> None:
-    assert tuple(dict.fromkeys(row["section"] for row in rows)) == ("first token", "parts")
+def test_rows_are_json_without_faults(rows: list[dict[str, Any]]) -> None:
     assert not [row for row in rows if "failed" in row]
     json.dumps(rows, allow_nan=False)
 
 
 def test_first_tokens_are_paired_with_the_full_cache(rows: list[dict[str, Any]]) -> None:
-    found = {row["method"]: row for row in of(rows, "first token")}
+    found = {row["method"]: row for row in rows}
     assert tuple(found) == ("full", *SYSTEMS)
     target = random_target("llama_micro")
     for name in SYSTEMS:
@@ -68,19 +63,10 @@ def test_first_tokens_are_paired_with_the_full_cache(rows: list[dict[str, Any]])
     assert found["lookaheadkv"]["cache_bytes_after"] >= whole * 48 / 96
 
 
-def test_parts_are_timed_alone(rows: list[dict[str, Any]]) -> None:
-    found = of(rows, "parts")
-    assert [row["method"] for row in found] == ["lookaheadkv", "snapkv"]
-    for row in found:
-        for part in ("scores", "selection", "compaction"):
-            assert row[part]["ms"]["median"] > 0
-
-
-def test_the_report_shows_both_sections(rows: list[dict[str, Any]]) -> None:
+def test_the_report_has_a_row_for_each_system(rows: list[dict[str, Any]]) -> None:
     text = first_token.report(rows, settings(), CPU)
     assert text.startswith("# First token: llama_micro on CPU")
-    assert first_token.NOTE in text and first_token.PARTS_NOTE in text and "| 96 | speckv | 2 |" in text
-    assert first_token.PARTS_NOTE not in first_token.report(of(rows, "first token"), settings(), CPU)
+    assert first_token.NOTE in text and "| 96 | speckv | 2 |" in text
 
 
 def test_a_known_gpu_has_a_prediction_beside_the_measurement() -> None:
@@ -104,7 +90,7 @@ def test_a_failing_system_does_not_end_the_others(monkeypatch: pytest.MonkeyPatc
         return real(engine, prompt)
 
     monkeypatch.setattr(first_token, "first_token", fails)
-    full, snap, laq = first_token.run(settings(parts=False, systems=["snapkv", "laq"]), CPU)
+    full, snap, laq = first_token.run(settings(systems=["snapkv", "laq"]), CPU)
     assert full["method"] == "full" and "ms" in full
     assert "out of memory" in snap["failed"] and "extra_ms" not in snap
     assert laq["pairs"] == 2
@@ -159,5 +145,5 @@ def test_a_gpu_has_counters_too() -> None:
     changes = {"dtype": "bfloat16", "lengths": [512], "budget_tokens": 64, "repeats": 3, "min_repeats": 3}
     found = list(first_token.run(settings(**changes), Context(torch.device("cuda"))))
     assert not [row for row in found if "failed" in row]
-    for row in of(found, "first token"):
+    for row in found:
         assert row["peak_bytes"] > 0 and 0 < row["device_ms"]["median"] <= 1.05 * row["ms"]["median"]

@@ -10,6 +10,7 @@ import benchmarks
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.bench import suites
+from longtrain.config import RunConfig
 from longtrain.jobs import bench
 
 
@@ -29,7 +30,7 @@ def measured(tmp_path, root):
         def run(suite, *overrides):
             own = f"hydra.searchpath=[file://{root}/benchmarks/conf]"
             common = [own, f"suite={suite}", "target.device=cpu", f"run_dir={tmp_path}"]
-            bench.run(compose("bench", overrides=[*common, *overrides]))
+            bench.run(RunConfig.from_hydra(compose("bench", overrides=[*common, *overrides])))
             return json.loads((tmp_path / "bench" / f"{suite}.json").read_text())["rows"]
 
         yield run

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.cycles import PHASES, CycleCounts, ready, split
 from benchmarks.elastic.steps import shares
-from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
-from longtrain.bench.suites import Context, bench_of
-from longtrain.cache import elastic
-from longtrain.cache.row_store import RowStore
+from longtrain.bench.suites import Context, bench_of, random_ids
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.retrieval.lru import LruBuffer
@@ -67,11 +65,11 @@ def test_what_is_hidden_of_a_transfer_that_noise_does_not_cover():
 
 def test_an_lru_buffer_loads_what_was_used_least_lately():
     """Against a list of rows, latest last, of which the last `slots` are there."""
-    coins, slots = torch.Generator().manual_seed(1), 9
+    rng, slots = torch.Generator().manual_seed(1), 9
     buffer = LruBuffer(1, 1, slots, rows=30, device=torch.device("cpu"))
     held: list[int] = []
     for step in range(40):
-        rows = sorted(torch.randperm(30, generator=coins)[: 5 if step % 3 else 4].tolist())
+        rows = sorted(torch.randperm(30, generator=rng)[: 5 if step % 3 else 4].tolist())
         idx = torch.tensor([[rows + [0] * (6 - len(rows))]])
         missing = len({*rows} - {*held[-slots:]})
         assert buffer.use(idx, torch.tensor([len(rows)])) == missing
@@ -91,29 +89,6 @@ def test_layers_side_by_side_are_measured_one_number_after_another():
     taken = gathered[0]["head_ms"]["median"] + gathered[0]["choose_ms"]["median"]
     fastest = min(row["step_ms"]["median"] for row in rows if "moved_mb" in row)
     assert gathered[0]["selection_share"] == pytest.approx(taken / fastest)
-
-
-@pytest.mark.parametrize("side_by_side", [1, 2])
-def test_rows_lie_as_the_row_says(side_by_side, monkeypatch):
-    """The cache that is timed has as many layers side by side as its row is marked with."""
-    seen = []
-
-    class Watched(RowStore):
-        def __init__(self, *args, **keys):
-            super().__init__(*args, **keys)
-            seen.append(self.host_NBGSPE.shape[4])
-
-    monkeypatch.setattr(elastic, "RowStore", Watched)
-    rows_of(side_by_side=[side_by_side], growth=[96], growth_gib=0.01, mixes=[[32, 64]], mix_gib=0.002)
-    assert set(seen) == {side_by_side} and len(seen) >= 8
-
-
-def test_the_shape_is_that_of_the_target_or_one_that_the_device_holds():
-    bench = bench_of("elastic")
-    values = {"shape": "auto", "lengths": [96], "budgets": [24], "window": 8}
-    assert bench.read(values, CPU).shape == "llama_micro"
-    named = replace(CPU, target_shape=lambda: "qwen3_8b")
-    assert bench.read(values, named).shape == "qwen3_8b"
 
 
 @pytest.mark.parametrize("name, rule", [("sparse", {"rule": "quest"}), ("indexer", {}), ("longspec", {})])
@@ -178,5 +153,5 @@ def test_choosing_is_a_phase_of_its_own():
     phases = ready(target, system.parts, prompts, TreeShape(()), counts)
     found = split(phases, counts)
     assert {"select_ms", *PHASES} <= {*found} and isinstance(phases.cache, SelectedCache)
-    since_B, len_B = phases.cache.row_sets.since_B, phases.cache.len_B
+    since_B, len_B = phases.cache.entry_sets.since_B, phases.cache.len_B
     assert torch.equal(since_B, len_B - 1) and int(len_B[0]) == 150 + 5

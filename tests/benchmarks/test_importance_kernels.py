@@ -29,12 +29,6 @@ def test_kernels_stand_beside_their_reference(rows: list[dict[str, Any]]) -> Non
         assert row["bound_ms"] > 0
 
 
-def test_a_response_is_scored_and_runs_no_suffix() -> None:
-    found = importance_kernels.measure(CPU, torch.float32, MICRO, ((200, 64),), repeats=2)
-    calls = [row["call"] for row in found]
-    assert calls == ["suffix_lse", "importance"]
-
-
 def test_the_bound_counts_what_must_be_read(rows: list[dict[str, Any]]) -> None:
     by_call = {row["call"]: row["bound_bytes"] for row in rows}
     keys = 64 * MICRO.n_kv_heads * MICRO.head_dim * 4

@@ -7,11 +7,13 @@ import json
 import pytest
 
 from benchmarks import roofline
+from benchmarks.roofline import generation
 from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
-from longtrain.costs.roofline import Width, ridge
+from longtrain.costs.roofline import Width, ridge, step
 
 LLAMA2_7B = Sizes(32, 32, 32, 128, 4096, 11008, 32000)
+LLAMA31_8B = Sizes(32, 32, 8, 128, 4096, 14336, 128256)
 A6000 = GPUS["A6000"]
 
 
@@ -68,3 +70,12 @@ def test_the_roofline_is_a_table(measured, tmp_path, capsys):
         and "llama31_8b on H200" in said
         and "wrote roofline.json, roofline.md in " in said
     )
+
+
+def test_generation_is_the_sum_of_its_steps() -> None:
+    whole = generation(LLAMA31_8B, batch=2, context=100, tokens=5, width=Width())
+    by_hand = [step(LLAMA31_8B, batch=2, context=100 + i) for i in range(5)]
+    for part in ("linear", "attention"):
+        for what in ("flops", "bytes"):
+            summed = sum(getattr(getattr(one, part), what) for one in by_hand)
+            assert getattr(getattr(whole, part), what) == pytest.approx(summed)

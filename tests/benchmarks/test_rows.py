@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import rows as rows_of_a_step
-from longtrain import methods
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError
 from longtrain.targets.loading import random_target
+from tests.helpers import ONE_LAYER, attached
 
-MICRO = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
+MICRO = {**ONE_LAYER, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +26,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(61, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def quantspec(target, **keys) -> Parts:
-    spec = methods.get("quantspec")
-    config = spec.config(**keys)
-    return spec.attach(spec.build(config, target.info), target, config, {})
+quantspec = partial(attached, "quantspec")
 
 
 @pytest.mark.parametrize("own_cache", [True, False])
@@ -83,13 +69,6 @@ def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads, head_dim):
     for parts in (quantspec(target, draft=False), Parts()):
         found = rows_of_a_step.measure(target, parts, tokens(1025, 0), tokens(16, 1), counts=[2, 5, 8])
         assert all(row["attention_equal"] and row["logits_equal"] for row in found)
-
-
-def test_a_text_over_a_blocks_end_is_refused(target):
-    with pytest.raises(
-        ConfigError, match="16 tokens after a prompt of 250 on a cache that quantises after 6"
-    ):
-        rows_of_a_step.measure(target, quantspec(target), tokens(250, 0), tokens(16, 1), counts=[2])
 
 
 def test_rows_of_a_step_beside_single_rows(measured, capsys):

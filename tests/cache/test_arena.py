@@ -13,11 +13,11 @@ from longtrain.decoding.evict import Keep
 from longtrain.errors import ConfigError, ConflictError
 
 L, B, H, G, D = 2, 3, 4, 2, 16
-COINS = torch.Generator().manual_seed(0)
+RNG = torch.Generator().manual_seed(0)
 
 
 def rows(heads: int, count: int) -> torch.Tensor:
-    return torch.randn((B, heads, count, D), generator=COINS, dtype=torch.float64)
+    return torch.randn((B, heads, count, D), generator=RNG, dtype=torch.float64)
 
 
 def dense(tokens: int, nodes: int = 0) -> DenseCache:
@@ -71,9 +71,9 @@ def test_rows_of_another_cache_move_in():
 
 
 def test_its_own_store_is_taken_where_it_lies():
-    coins = COINS.get_state()
+    rng = RNG.get_state()
     other = filled(dense(40), [9, 1, 14])
-    COINS.set_state(coins)
+    RNG.set_state(rng)
     store = filled(dense(64), [9, 1, 14])
     arena = ArenaCache(store)
     where = arena.store.k_LBGSD.data_ptr()
@@ -84,7 +84,7 @@ def test_its_own_store_is_taken_where_it_lies():
 
 def test_after_even_eviction_rows_are_fewer_than_positions():
     lengths = [9, 12, 14]
-    idx = torch.stack([torch.randperm(9, generator=COINS)[:5].sort().values for _ in range(L * B * G)])
+    idx = torch.stack([torch.randperm(9, generator=RNG)[:5].sort().values for _ in range(L * B * G)])
     keep = Keep(idx.view(L, B, G, 5), torch.full((L, B, G), 5))
     evicted = compact(filled(dense(40), lengths), keep, lengths, room=20)
     arena = ArenaCache(dense(30))
@@ -114,12 +114,12 @@ def test_bytes_are_those_claimed():
 
 def test_what_does_not_fit_is_refused():
     arena = ArenaCache(dense(20))
-    with pytest.raises(ConfigError, match="21 slots wanted of an arena of 20"):
+    with pytest.raises(ConfigError, match="21 positions for an arena of 20"):
         arena.take(filled(dense(30), [8, 8, 8]), room=13)
     n = torch.tensor([4, 5]).expand(L, B, G)
     ragged = compact(
         filled(dense(30), [8, 8, 8]), Keep(torch.arange(5).expand(L, B, G, 5), n), [8, 8, 8], room=4
     )
     assert isinstance(ragged, EvictedCache) and movable(ragged) is None
-    with pytest.raises(ConflictError, match="EvictedCache whose heads keep different numbers of rows"):
+    with pytest.raises(ConflictError, match="EvictedCache whose heads have different numbers of entries"):
         arena.take(ragged, room=4)

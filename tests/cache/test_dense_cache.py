@@ -38,12 +38,12 @@ class Model:
     """What the cache should hold, growing tensors of each layer and sequence, recomputed without tricks."""
 
     def __init__(self, seed=0):
-        self.coins = torch.Generator().manual_seed(seed)
+        self.rng = torch.Generator().manual_seed(seed)
         self.kept = [[torch.zeros(2, G, 0, D, dtype=torch.float64) for _ in range(B)] for _ in range(LAYERS)]
 
     def rows(self, T):
-        q = torch.randn(LAYERS, B, H, T, D, generator=self.coins, dtype=torch.float64)
-        kv = torch.randn(LAYERS, 2, B, G, T, D, generator=self.coins, dtype=torch.float64)
+        q = torch.randn(LAYERS, B, H, T, D, generator=self.rng, dtype=torch.float64)
+        kv = torch.randn(LAYERS, 2, B, G, T, D, generator=self.rng, dtype=torch.float64)
         return q, kv
 
     def attend(self, layer, q, kv, visible_BTT):
@@ -83,16 +83,16 @@ def arange(T):
     return torch.arange(T).expand(B, T)
 
 
-def random_tree(N, coins):
+def random_tree(N, rng):
     """Parents below the child, as an ancestor-or-self mask, and one root-to-leaf path of each sequence."""
     visible = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
     paths = torch.zeros(B, N, dtype=torch.int64)
     n_B = torch.zeros(B, dtype=torch.int64)
     for b in range(B):
-        parents = [-1] + [int(torch.randint(0, i, (1,), generator=coins)) for i in range(1, N)]
+        parents = [-1] + [int(torch.randint(0, i, (1,), generator=rng)) for i in range(1, N)]
         for i in range(1, N):
             visible[b, i] |= visible[b, parents[i]]
-        leaf = int(torch.randint(0, N, (1,), generator=coins))
+        leaf = int(torch.randint(0, N, (1,), generator=rng))
         path = [i for i in range(N) if visible[b, leaf, i]]
         paths[b, : len(path)] = torch.tensor(path)
         n_B[b] = len(path)
@@ -119,9 +119,9 @@ def test_chains_with_different_acceptance_in_each_row():
 
 def test_trees_with_different_paths_in_each_row():
     store, model = prefilled()
-    coins = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     for N in (7, 7, 4, 8, 1):
-        visible, path_BP, n_B = random_tree(N, coins)
+        visible, path_BP, n_B = random_tree(N, rng)
         step(store, model, Tree(visible), N, visible, path_BP, n_B)
 
 
@@ -208,7 +208,7 @@ def test_a_full_cache_says_so_and_counts_what_is_there_not_the_bound():
     for _ in range(11):  # one accepted row each; the bound alone would refuse the third step
         store.write(0, row, row)
         store.commit(torch.arange(5)[None], one)
-    with pytest.raises(ConfigError, match=r"11 tokens committed and 5 new rows, room for 15"):
+    with pytest.raises(ConfigError, match=r"11 tokens committed and 5 new tokens, room for 15"):
         store.write(0, row, row)
 
 

@@ -10,10 +10,10 @@ import torch
 from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.elastic import ElasticCache, Offloading
-from longtrain.cache.row_sets import ReadBudget, choose_rows
+from longtrain.cache.entry_sets import ReadBudget, choose_entries
 from longtrain.cache.selected import SelectedCache
-from longtrain.cache.slots import SlotMap
 from longtrain.errors import ConfigError, ConflictError, LongtrainError
+from longtrain.kernels.slot_assignment import SlotMap
 
 L, B, H, G, D = 3, 3, 4, 2, 8
 BUDGET = ReadBudget(rows=12, sinks=2, window=3, every=4)
@@ -34,21 +34,21 @@ def test_slots_hold_what_was_chosen(most_moved):
     budget = replace(BUDGET, every=1)
     for step in range(12):
         due_B = torch.rand(B) < 0.8 if step else torch.ones(B, dtype=torch.bool)
-        found = choose_rows(torch.randn(B, 2, 60), len_B, budget)
+        found = choose_entries(torch.randn(B, 2, 60), len_B, budget)
         idx = torch.where(due_B[:, None, None], found, idx)
         n_B = torch.where(due_B, len_B.clamp(max=12), n_B)
         before = slots.row_BXK.clone()
         slots.change(idx, n_B, due_B)
         for b in range(B):
             for x in range(2):
-                want, n = set(idx[b, x, : n_B[b]].tolist()), int(slots.n_BX[b, x])
+                expected, n = set(idx[b, x, : n_B[b]].tolist()), int(slots.n_BX[b, x])
                 held = set(before[b, x].tolist()) - {-1}
-                new = len(want - held)
+                new = len(expected - held)
                 loads_all = bool(due_B[b]) and new > most_moved
-                assert n == (len(want) if loads_all else new)
+                assert n == (len(expected) if loads_all else new)
                 full += loads_all and bool(held)
                 content[b, x, slots.to_BXK[b, x, :n]] = slots.from_BXK[b, x, :n]
-                assert sorted(content[b, x, : n_B[b]].tolist()) == sorted(want)
+                assert sorted(content[b, x, : n_B[b]].tolist()) == sorted(expected)
                 assert torch.equal(content[b, x, : n_B[b]], slots.row_BXK[b, x, : n_B[b]])
                 assert slots.row_BXK[b, x, n_B[b] :].eq(-1).all()
         len_B = len_B + torch.tensor([1, 2, 0])
@@ -86,8 +86,8 @@ SLOTS = 12 + 3 + 6
         Offloading(),
         Offloading(difference=False),
         Offloading(reload_above=0.3, prefetch=False),
-        Offloading(memory_gib=gib(SLOTS, 18), page_rows=8),
-        Offloading(memory_gib=gib(SLOTS, 1000), page_rows=8),
+        Offloading(memory_gib=gib(SLOTS, 18), page_entries=8),
+        Offloading(memory_gib=gib(SLOTS, 1000), page_entries=8),
     ],
     ids=["host", "all", "cap", "some", "device"],
 )
@@ -144,11 +144,11 @@ def test_what_is_moved_is_counted(table):
     scores = torch.randn(B, 3, elastic.used)
     elastic.choose(scores)
     heads = torch.bincount(table.flatten())
-    first = int((elastic.row_sets.n_B[:, None] * heads).sum())
+    first = int((elastic.entry_sets.n_B[:, None] * heads).sum())
     assert int(elastic.moved_rows) == first and elastic.moved_bytes == first * ROW
     elastic.choose(scores)  # not due again before a row is committed
     assert int(elastic.moved_rows) == first
-    before = elastic.row_sets.idx_BXK.clone()
+    before = elastic.entry_sets.idx_BXK.clone()
     for layer in range(L):
         elastic.write(layer, *torch.randn(2, B, G, 1, D).double())
     elastic.commit(None, torch.ones(B, dtype=torch.int64))
@@ -156,7 +156,7 @@ def test_what_is_moved_is_counted(table):
     new = sum(
         len({*after.tolist()[: min(n + 1, 12)]} - {*old.tolist()[:n]}) * int(heads[x])
         for b, n in enumerate([12, 12, 9])
-        for x, (after, old) in enumerate(zip(elastic.row_sets.idx_BXK[b], before[b], strict=True))
+        for x, (after, old) in enumerate(zip(elastic.entry_sets.idx_BXK[b], before[b], strict=True))
     )
     assert int(elastic.moved_rows) == first + new and new > 0
 
@@ -172,7 +172,7 @@ def test_what_is_moved_is_counted(table):
 )
 def test_neighbours_with_the_same_sets_come_together(table, dense, runs):
     """A token's rows of the three layers lie one behind the other, and a run is on the host or is not."""
-    cap = Offloading(memory_gib=gib(SLOTS, 14), page_rows=8, side_by_side=3)
+    cap = Offloading(memory_gib=gib(SLOTS, 14), page_entries=8, side_by_side=3)
     cache, _ = caches([40, 31, 9], cap, budget=replace(BUDGET, dense_layers=dense), table=table)
     assert [(run.start, run.stop) for run in cache._rows.runs] == runs
     host_BGSPE = cache._rows.host_NBGSPE[0]
@@ -199,12 +199,15 @@ def test_layers_that_cannot_be_divided_lie_alone():
         (lambda: Offloading(memory_gib=float("nan")), "memory_gib=nan; allowed: GiB above 0"),
         (
             lambda: caches([9, 9, 9], Offloading(memory_gib=1e-5)),
-            "memory_gib=1e-05 and the rows that each step",
+            "memory_gib=1e-05 and the entries that each step",
         ),
-        (lambda: unreserved().write(0, *torch.randn(2, B, G, 4, D)), "nothing does; add what selects"),
-        (lambda: by_layer(), "chosen within each layer; leave the cache out"),
+        (
+            lambda: unreserved().write(0, *torch.randn(2, B, G, 4, D)),
+            "for a selector, and there is none; add one",
+        ),
+        (lambda: by_layer(), "selected within each layer; leave the cache out"),
         (lambda: other_budget(), "is to read ReadBudget(rows=11"),
-        (lambda: too_many(), "cache is full: 37 tokens committed and 6 new rows, room for 39"),
+        (lambda: too_many(), "cache is full: 37 tokens committed and 6 new tokens, room for 39"),
     ],
 )
 def test_what_is_refused(make, words):

@@ -37,12 +37,12 @@ def full():
 
 def random_keep(counts):
     """So many random positions of each prompt."""
-    coins = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     n = torch.tensor(counts)
     idx = torch.zeros(*n.shape, int(n.max()), dtype=torch.int64)
     for at in torch.cartesian_prod(*map(torch.arange, n.shape)).tolist():
         at = tuple(at)
-        some = torch.randperm(LENGTHS[at[1]], generator=coins)[: n[at]].sort().values
+        some = torch.randperm(LENGTHS[at[1]], generator=rng)[: n[at]].sort().values
         idx[at][: n[at]] = some
     return Keep(idx, n)
 
@@ -81,16 +81,16 @@ def step(store, model, mask, T, visible_BTT, path_BP, n_B, *, path_given=True, s
     for layer in range(LAYERS):
         store.write(layer, new[layer, 0], new[layer, 1])
         out, _ = store.attend(layer, q[layer], mask=mask, scale=SCALE)
-        want = model.attend(layer, q[layer], new[layer], visible_BTT)
-        torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
+        expected = model.attend(layer, q[layer], new[layer], visible_BTT)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     store.commit(path_BP if path_given else None, n_B)
     model.commit(new, path_BP, n_B)
     assert torch.equal(store.len_B, before + n_B)
     nothing = torch.zeros(2, B, G, 0, D, dtype=torch.float64)
     for layer in range(LAYERS):  # a draft that reads what is committed
         out, _ = store.attend(layer, q[layer], mask=PrefixOnly(), scale=SCALE)
-        want = model.attend(layer, q[layer], nothing, torch.ones(B, T, 0, dtype=torch.bool))
-        torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
+        expected = model.attend(layer, q[layer], nothing, torch.ones(B, T, 0, dtype=torch.bool))
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
 def causal(T):
@@ -143,8 +143,8 @@ def test_evicting_nothing_is_the_dense_cache(counts):
         for layer in range(LAYERS):
             for one in (cache, store):
                 one.write(layer, new[layer, 0], new[layer, 1])
-            out, want = (one.attend(layer, q[layer], mask=mask, scale=SCALE)[0] for one in (store, cache))
-            torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
+            out, expected = (one.attend(layer, q[layer], mask=mask, scale=SCALE)[0] for one in (store, cache))
+            torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
         for one in (cache, store):
             one.commit(None, torch.tensor([1, 2, 1]) if T > 1 else torch.ones(B, dtype=torch.int64))
         assert torch.equal(cache.len_B, store.len_B)
@@ -167,7 +167,7 @@ def test_a_full_tail_says_so():
     cache, _ = full()
     store = compact(cache, random_keep(EVEN), LENGTHS, room=3)
     row = torch.zeros(B, G, 4, D, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"0 tokens committed and 4 new rows, room for 3"):
+    with pytest.raises(ConfigError, match=r"0 tokens committed and 4 new tokens, room for 3"):
         store.write(0, row, row)
 
 
@@ -175,8 +175,8 @@ def test_a_full_tail_says_so():
     ("counts", "lengths", "words"),
     [
         (EVEN[:1], LENGTHS, r"= \[1, 3, 2\] and 3 prompts; the cache has \[2, 3, 2\]"),
-        ([[[4, 4], [4, 4], [4, 0]]] * 2, LENGTHS, r"0 to 4 rows kept of prompts of \[12, 5, 9\]"),
-        (EVEN, (12, 3, 9), r"4 to 4 rows kept of prompts of \[12, 3, 9\]"),
+        ([[[4, 4], [4, 4], [4, 0]]] * 2, LENGTHS, r"0 to 4 entries kept of prompts of \[12, 5, 9\]"),
+        (EVEN, (12, 3, 9), r"4 to 4 entries kept of prompts of \[12, 3, 9\]"),
     ],
 )
 def test_rows_that_do_not_fit_the_cache(counts, lengths, words):

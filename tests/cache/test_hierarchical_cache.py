@@ -96,13 +96,13 @@ def check(cache: HierarchicalCache, models, *, tail=None, bits=8, view=None) -> 
             T, S = tail.shape[1], len(model.rows)
             q = torch.randn(1, H, T, D)
             seen = torch.cat((torch.ones(T, S, dtype=torch.bool), torch.ones(T, T).tril().bool()), 1)[None]
-            want, want_lse = masked_attention(
+            expected, expected_lse = masked_attention(
                 q, torch.cat((k, own_k), 1)[None], torch.cat((v, own_v), 1)[None], seen, scale=0.125
             )
             q_B = q.expand(len(models), -1, -1, -1)
             out, lse = (view or cache).attend(layer, q_B, mask=Causal(), scale=0.125)
-            torch.testing.assert_close(out[b : b + 1], want, atol=2e-5, rtol=2e-5)
-            torch.testing.assert_close(lse[b : b + 1], want_lse, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(out[b : b + 1], expected, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(lse[b : b + 1], expected_lse, atol=2e-5, rtol=2e-5)
 
 
 def started(lengths, gen, **options):
@@ -204,10 +204,10 @@ def test_the_draft_reads_its_own_rows_and_the_upper_half(bits):
             k, v = extended[0].stored(0, bits, cache.planes.split)
             own_k, own_v = row[0, :, 0].transpose(0, 2).unbind(1)
             k, v = torch.cat((k, own_k), 1)[None], torch.cat((v, own_v), 1)[None]
-            want, _ = masked_attention(
+            expected, _ = masked_attention(
                 q[:1], k, v, torch.ones(1, 1, k.shape[2], dtype=torch.bool), scale=0.125
             )
-            torch.testing.assert_close(out[:1], want, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(out[:1], expected, atol=2e-5, rtol=2e-5)
             view.commit(None, torch.ones(2).long())
     check(cache, models)
     assert view.bytes() == 0
@@ -228,8 +228,8 @@ def test_trees_and_prefix_only_masks():
     seen = torch.cat((torch.ones(1, 3, 300, dtype=torch.bool), visible), 2)
     torch.testing.assert_close(out, masked_attention(q, *both, seen, scale=0.125)[0], atol=2e-5, rtol=2e-5)
     seen = torch.ones(1, 3, 300, dtype=torch.bool)
-    want, _ = masked_attention(q, k[None], v[None], seen, scale=0.125)
-    torch.testing.assert_close(none, want, atol=2e-5, rtol=2e-5)
+    expected, _ = masked_attention(q, k[None], v[None], seen, scale=0.125)
+    torch.testing.assert_close(none, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_prompt_attends_in_full_precision():
@@ -249,8 +249,8 @@ def test_a_prompt_attends_in_full_precision():
     for one in (cache, dense):
         write(one, rows)
     out, _ = cache.attend(L - 1, q, mask=Causal(), scale=0.125)
-    want, _ = dense.attend(L - 1, q, mask=Causal(), scale=0.125)
-    assert torch.equal(out, want)
+    expected, _ = dense.attend(L - 1, q, mask=Causal(), scale=0.125)
+    assert torch.equal(out, expected)
     with pytest.raises(ConflictError, match="causally"):
         cache.attend(0, q, mask=PrefixOnly(), scale=0.125)
 
@@ -312,7 +312,7 @@ def test_what_it_refuses():
     with pytest.raises(ConflictError, match=r"\[200\].*\[199\]"):
         cache.commit(None, torch.tensor([199]))
     cache.commit(None, torch.tensor([200]))
-    with pytest.raises(ConfigError, match="129 new rows"):
+    with pytest.raises(ConfigError, match="129 new tokens"):
         write(cache, fresh(129, gen)[None])
     for _ in range(80):
         write(cache, fresh(1, gen)[None])

@@ -8,9 +8,9 @@ from tests.kernels import plain_attention as reference
 
 
 def rows(T=7):
-    coins = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, T, 8, generator=coins, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 2, T, 8, generator=coins, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, T, 8, generator=rng, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, T, 8, generator=rng, dtype=torch.float64)
     return q, k, v
 
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from longtrain.costs import ranks
+from longtrain.costs.footprint import CONTEXT, SPARE, Spread, fits
 from longtrain.costs.hardware import GPUS
-from longtrain.costs.held import CONTEXT, SPARE, Spread, fits
 from longtrain.costs.model import Sizes
 from longtrain.costs.ranks import Job
-from longtrain.costs.training import PackedRow, target_pass_bytes
+from longtrain.costs.training import PackedSequence, target_pass_bytes
 from longtrain.methods import get
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
@@ -32,7 +32,7 @@ def job(
     method: str, tokens: int, trained: int, *, shape: str = "llama31_8b", response: int = 0, **keys: Any
 ) -> Job:
     spec, size = get(method), Sizes.of_keys(SHAPES[shape])
-    row = PackedRow(tokens, tokens, response)
+    row = PackedSequence(tokens, tokens, response)
     return Job(size, False, 2, trained, row, spec.cost.training(spec.config(**keys), size, row, trained, 2))
 
 
@@ -95,7 +95,7 @@ class Counted(TorchDispatchMode):
 def test_the_pass_allocates_what_is_said() -> None:
     """Wide MLP, so that it holds the peak; masks of the CPU's attention are small beside it."""
     target = random_target({**SHAPES["llama_micro"], "intermediate_size": 1024}, dtype=torch.float32)
-    size, row = Sizes.of(target.info), PackedRow(1024, 256)
+    size, row = Sizes.of(target.info), PackedSequence(1024, 256)
     ids_T, pos_T = torch.zeros(1024, dtype=torch.int64), torch.arange(256).repeat(4)
     with Counted(ids_T, pos_T, *target.parameters(), *target.buffers()) as counted:
         target.packed(ids_T, pos_T, (0, 256, 512, 768, 1024))

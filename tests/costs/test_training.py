@@ -10,7 +10,7 @@ import pytest
 
 from longtrain.costs import training as estimate
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import PackedRow, StepCost, draft_step
+from longtrain.costs.training import PackedSequence, StepCost, draft_step
 from longtrain.methods import get
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.targets.loading import random_target
@@ -35,7 +35,7 @@ def test_cache_bytes_are_those_of_the_cache() -> None:
 
 def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
     size = Sizes.of(random_target("llama_micro").info)
-    short, long = (PackedRow(n, n) for n in (64, 128))
+    short, long = (PackedSequence(n, n) for n in (64, 128))
     costs = [
         draft_step(size, row, trained=10, itemsize=2, chunk_tokens=32, window=8) for row in (short, long)
     ]
@@ -48,7 +48,7 @@ def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
     size, cost = Sizes.of_keys(SHAPES["llama31_8b"]), get("lookaheadkv").cost
 
     def step(doc_tokens: int, response: int = 0) -> StepCost:
-        return cost.training(Config(), size, PackedRow(16384, doc_tokens, response), 0, 2)
+        return cost.training(Config(), size, PackedSequence(16384, doc_tokens, response), 0, 2)
 
     alone = step(16384)
     assert alone.inputs == 16384 * (131072 + 2 * 32 * 32 * 4) * 31 // 32

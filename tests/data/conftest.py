@@ -3,8 +3,12 @@ import json
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter
+from longtrain.data.packing.prepared import PREPARED, Prepared, PreparedWriter
+from longtrain.data.retrieval.material import ChatIds, TextStream
+from longtrain.data.retrieval.synthetic import RetrievalWriter
+from longtrain.data.retrieval.wording import PRETRAIN, RULER
 from longtrain.folders import replaced_folder
+from tests.data.latin import TEXT, VOCABULARY, encode
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
@@ -71,3 +75,10 @@ def make_prepared(tmp_path):
         return Prepared.open(folder)
 
     return make
+
+
+@pytest.fixture(scope="module", params=[RULER, PRETRAIN], ids=["ruler", "pretrain"])
+def writer(request) -> RetrievalWriter:
+    """Writes retrieval documents over text of bytes, in the words of either form."""
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream], wording=request.param)

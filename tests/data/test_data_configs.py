@@ -31,12 +31,15 @@ def test_every_value_has_a_comment(name):
     ("stage", "message"),
     [
         (
-            {"step": 3, "row_tokens": 8, "doc_tokens": 8},
-            "unknown key 'data.stages.step'; known: row_tokens",
+            {"step": 3, "sequence_tokens": 8, "doc_tokens": 8},
+            "unknown key 'data.stages.step'; known: sequence_tokens",
         ),
-        ({"steps": 3, "row_tokens": 8}, "doc_tokens is missing; allowed: a whole number"),
-        ({"steps": 3, "row_tokens": "many", "doc_tokens": 8}, "row_tokens=many; allowed: a whole number"),
-        ({"fraction": "half", "row_tokens": 8, "doc_tokens": 8}, "fraction=half; allowed: a number"),
+        ({"steps": 3, "sequence_tokens": 8}, "doc_tokens is missing; allowed: a whole number"),
+        (
+            {"steps": 3, "sequence_tokens": "many", "doc_tokens": 8},
+            "sequence_tokens=many; allowed: a whole number",
+        ),
+        ({"fraction": "half", "sequence_tokens": 8, "doc_tokens": 8}, "fraction=half; allowed: a number"),
         (3, "item=3; allowed: a mapping"),
     ],
 )

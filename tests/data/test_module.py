@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from longtrain.data.config import DataConfig, PackingStage, SourceConfig
-from longtrain.data.rows.batch import PADDING, batch_seed
-from longtrain.data.rows.module import DataModule
+from longtrain.data.packing.batch import PADDING, batch_seed
+from longtrain.data.packing.module import DataModule
 from longtrain.errors import ConfigError, DataError
 
 SOURCES = (SourceConfig("text", "x"),)

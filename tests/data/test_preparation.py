@@ -10,13 +10,13 @@ import pytest
 
 from longtrain.data.chat.mask import spans
 from longtrain.data.config import DataConfig
-from longtrain.data.rows.prepare import prepare, tokenizer_hash
-from longtrain.data.rows.prepared import Prepared
+from longtrain.data.packing.prepare import prepare, tokenizer_hash
+from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError, DataError, LongtrainError
 
 from .conftest import TEMPLATE, UNMARKED
 
-STAGES = [{"steps": 1, "row_tokens": 64, "doc_tokens": 64}]
+STAGES = [{"steps": 1, "sequence_tokens": 64, "doc_tokens": 64}]
 
 
 def config(*sources, **values):
@@ -77,7 +77,7 @@ def test_equal_inputs_do_nothing_and_changed_ones_are_done_anew(tokenizer, texts
         run(made, tokenizer, tmp_path)
     assert manifest.stat().st_mtime_ns == before and "nothing to do" in caplog.text
     os.utime(texts / "t0.txt")  # touched, not changed
-    run(config({"text": str(texts)}, val_rows=3, stages=STAGES * 2), tokenizer, tmp_path)
+    run(config({"text": str(texts)}, val_sequences=3, stages=STAGES * 2), tokenizer, tmp_path)
     assert manifest.stat().st_mtime_ns == before
     (texts / "t0.txt").write_text("Changed in place, once.")
     data = run(made, tokenizer, tmp_path)
@@ -181,22 +181,6 @@ def test_append_eos_ends_every_text(tokenizer, texts, tmp_path):
     assert (data.ids[data.start + data.length - 1] == tokenizer.eos_token_id).all()
 
 
-def test_a_failure_leaves_the_old_data_and_nothing_else(tokenizer, texts, tmp_path):
-    folder = run(config({"text": str(texts)}), tokenizer, tmp_path).folder
-    (texts / "t5.txt").write_bytes(b"\xff\xff")
-    with pytest.raises(DataError, match="t5"):
-        run(config({"text": str(texts)}), tokenizer, tmp_path)
-    assert len(Prepared.open(folder, verify=True).names) == 10
-    assert left_in(tmp_path) == [folder.name]
-
-
-def test_a_home_under_a_file_is_one_clear_error(tokenizer, texts, tmp_path):
-    (tmp_path / "home").write_text("")
-    with pytest.raises(LongtrainError, match=r"cannot write .*home.*home=FOLDER") as error:
-        run(config({"text": str(texts)}), tokenizer, tmp_path)
-    assert "\n" not in str(error.value)
-
-
 def test_conversations_are_labelled_by_the_marks(tokenizer, tmp_path):
     data = run(config({"conversations": chats(tmp_path)}), tokenizer, tmp_path)
     for i in range(6):
@@ -244,7 +228,7 @@ def test_a_template_that_cannot_serve_is_told_before_texts_are_read(
 ):
     """Hours of books and code were tokenised first, and nothing of them was kept."""
     tokenizer.chat_template = template
-    monkeypatch.setattr("longtrain.data.rows.prepare.Tokenise", None)
+    monkeypatch.setattr("longtrain.data.packing.prepare.Tokenise", None)
     sources = ({"text": str(texts)}, {"conversations": chats(tmp_path)})
     with pytest.raises(DataError, match=word):
         run(config(*sources, mask="template"), tokenizer, tmp_path)
@@ -464,8 +448,8 @@ def test_the_target_writes_the_last_answer(tokenizer, tmp_path):
         ({"sources": [{"text": "x", "jsonl": "y"}]}, "2 readers"),
         ({"sources": [{"text": "x", "wieght": 2}]}, "wieght"),
         ({"sources": [{"text": "x", "weight": 0}]}, "above 0"),
-        ({"stages": [{"steps": 1, "row_tokens": 8, "doc_tokens": 9}]}, "doc_tokens <= row_tokens"),
-        ({"stages": [{"row_tokens": 8, "doc_tokens": 8}]}, "exactly one"),
+        ({"stages": [{"steps": 1, "sequence_tokens": 8, "doc_tokens": 9}]}, "doc_tokens <= sequence_tokens"),
+        ({"stages": [{"sequence_tokens": 8, "doc_tokens": 8}]}, "exactly one"),
     ],
 )
 def test_mistakes_in_a_config_are_named(values, word):
@@ -473,41 +457,12 @@ def test_mistakes_in_a_config_are_named(values, word):
         DataConfig.parse({"name": "mine", "sources": [{"text": "x"}], "stages": STAGES, **values})
 
 
-FULL = """
-import resource, sys
-from pathlib import Path
-from transformers import AutoTokenizer
-from longtrain.data.config import DataConfig
-from longtrain.data.rows.prepare import prepare
-from longtrain.errors import DataError, LongtrainError
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
-    prepare(config, tokenizer, home=Path(sys.argv[3]))
-except DataError as error:
-    sys.exit(str(error))
-"""
-
-
-def test_a_file_that_cannot_grow_is_one_clear_error_and_leaves_nothing(tokenizer_folder, tmp_path):
-    path = tmp_path / "big.txt"
-    path.write_text("b" * 200_000)
-    made = subprocess.run(
-        [sys.executable, "-c", FULL, tokenizer_folder, path, tmp_path / "home"],
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 1 and "what was there is unchanged" in made.stderr.splitlines()[-1]
-    assert not left_in(tmp_path)
-
-
 TWO = """
 import sys
 from pathlib import Path
 from transformers import AutoTokenizer
 from longtrain.data.config import DataConfig
-from longtrain.data.rows.prepare import prepare
+from longtrain.data.packing.prepare import prepare
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
 print(prepare(config, tokenizer, home=Path(sys.argv[3])))

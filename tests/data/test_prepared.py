@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from longtrain.data.rows.checks import sha256_file
-from longtrain.data.rows.prepared import CHECKSUM, FILES, Prepared, PreparedWriter
+from longtrain.data.packing.checks import sha256_file
+from longtrain.data.packing.prepared import CHECKSUM, FILES, Prepared, PreparedWriter
 from longtrain.errors import DataError
 from longtrain.files import json_sha256
 
@@ -104,7 +104,8 @@ def test_data_without_checksums_is_prepared_again_and_a_target_refuses_a_larger_
         data.refuse_ids_above(39)
     manifest = data.folder / "manifest.json"
     values = {key: value for key, value in json.loads(manifest.read_text()).items() if key != CHECKSUM}
-    manifest.write_text(json.dumps({**values, "format": 1, "sha256": {}}))
+    values["sha256"] = {}
+    manifest.write_text(json.dumps({**values, CHECKSUM: json_sha256(values)}))
     with pytest.raises(DataError, match=r"without checksums.*longtrain prepare"):
         Prepared.open(data.folder)
 
@@ -125,17 +126,17 @@ def test_an_edited_manifest_is_refused(tmp_path, old, new):
         Prepared.open(tmp_path)
 
 
-def test_a_manifest_of_before_checksums_is_taken_with_a_warning(make_prepared, caplog):
+@pytest.mark.parametrize("format", [1, 2, 3])
+def test_a_manifest_without_its_checksum_or_of_another_format_is_refused(make_prepared, format):
     folder = make_prepared([10]).folder
     file = folder / "manifest.json"
-    values = json.loads(file.read_text())
+    values = {**json.loads(file.read_text()), "format": format}
     del values[CHECKSUM]
+    if format == 3:
+        values[CHECKSUM] = json_sha256(values)
     file.write_text(json.dumps(values))
-    with pytest.raises(DataError, match="is damaged, or of another format"):  # of today's format
+    with pytest.raises(DataError, match="is damaged, or of another format"):
         Prepared.open(folder)
-    values["format"] = 1
-    file.write_text(json.dumps(values))
-    assert Prepared.open(folder).manifest == values and "its manifest has no checksum" in caplog.text
 
 
 @pytest.mark.parametrize(

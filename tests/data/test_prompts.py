@@ -9,12 +9,12 @@ import pytest
 from longtrain.data.chat.mask import spans
 from longtrain.data.chat.prompts import cut_text
 from longtrain.data.config import DataConfig
+from longtrain.data.packing.prepare import prepare
+from longtrain.data.packing.prepared import Prepared
 from longtrain.data.read.adapters import Document
-from longtrain.data.rows.prepare import prepare
-from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 
-STAGES = [{"steps": 1, "row_tokens": 64, "doc_tokens": 64}]
+STAGES = [{"steps": 1, "sequence_tokens": 64, "doc_tokens": 64}]
 
 
 def config(*sources, **values):

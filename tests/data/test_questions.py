@@ -15,30 +15,7 @@ from longtrain.data.retrieval.wording import KEY, PRETRAIN, RULER, wording_of
 from longtrain.errors import ConfigError
 from longtrain.evaluation.ruler.tasks import TASKS
 from longtrain.evaluation.ruler.writers import SINGULAR
-
-MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
-VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
-WORDS = (
-    np.random.default_rng(9)
-    .choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3))
-    .tolist()
-)
-TEXT = "".join(f"The {a} was {b}. A {c} came in\nand the men went home. " for a, b, c in WORDS)
-
-
-def encode(text: str) -> list[int]:
-    return list(text.encode("latin-1"))
-
-
-def decode(ids: np.ndarray) -> str:
-    return "".join(VOCABULARY[i] for i in ids.tolist())
-
-
-@pytest.fixture(scope="module", params=[RULER, PRETRAIN], ids=["ruler", "pretrain"])
-def writer(request) -> RetrievalWriter:
-    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
-    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream], wording=request.param)
-
+from tests.data.latin import TEXT, VOCABULARY, decode, encode
 
 PREFIXES = {
     "ruler": {
@@ -105,10 +82,10 @@ def test_one_value_is_asked_for_in_the_singular_as_ruler_does() -> None:
 
 def test_needles_whose_other_values_did_not_fit_are_asked_for_in_the_singular() -> None:
     stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
-    writer = RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+    own = RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
     counts = set()
     for seed in range(60):
-        made = writer.question("needles", 520, np.random.default_rng(seed))
+        made = own.question("needles", 520, np.random.default_rng(seed))
         single = "What is the special magic number for" in decode(made.question_T)
         assert single == (len(made.values) == 1)
         assert ("A special magic number is hidden" in decode(made.context_T)) == single

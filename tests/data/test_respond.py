@@ -4,6 +4,7 @@ import pytest
 
 from longtrain.data.chat.prompts import Answers, respond
 from longtrain.errors import DataError
+from longtrain.journals import with_checksum
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [1, 2, 3], [7, 8, 9, 10]]
 
@@ -64,9 +65,9 @@ def test_damage_elsewhere_is_told_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("token", [1.9, -1, 2**40, 1e30, True, "7", None])
-def test_a_token_that_is_none_is_refused_in_a_file_of_before_checksums_too(tmp_path, token):
+def test_a_token_that_is_none_is_refused_whatever_the_checksum(tmp_path, token):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"key": "0" * 64, "ids": [1, token]}) + "\n")
+    path.write_bytes(with_checksum({"key": "0" * 64, "ids": [1, token]}))
     with pytest.raises(DataError, match=r"a\.jsonl line 1 is damaged \(ids\.1: .*; delete that line"):
         Answers(path, {})
 
@@ -99,4 +100,4 @@ def test_the_file_is_plain_json_lines(tmp_path):
     answers = Answers(path, {})
     list(respond([[1]], double, answers))
     line = json.loads(path.read_text())
-    assert line == {"key": answers.key([1]), "ids": [2], "checksums": True, "sha256": line["sha256"]}
+    assert line == {"key": answers.key([1]), "ids": [2], "sha256": line["sha256"]}

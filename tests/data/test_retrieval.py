@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from longtrain.data.config import DataConfig
+from longtrain.data.packing.prepare import prepare
+from longtrain.data.packing.prepared import Prepared
 from longtrain.data.retrieval.synthetic import turn_marks
 from longtrain.data.retrieval.wording import KEY, PRETRAIN, RULER
-from longtrain.data.rows.prepare import prepare
-from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
 
 

@@ -7,35 +7,13 @@ import numpy as np
 import pytest
 
 from longtrain.data.config import PackingStage
-from longtrain.data.retrieval.material import ChatIds, Role, RoleDocument, TextStream
+from longtrain.data.packing.batch import Batch
+from longtrain.data.packing.mixture import Mixture, MixtureSequences
+from longtrain.data.retrieval.material import Role, RoleDocument, TextStream
 from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.retrieval.wording import PRETRAIN, RULER
-from longtrain.data.rows.batch import Batch
-from longtrain.data.rows.mixture import Mixture, MixtureRows
 from longtrain.errors import ConfigError, DataError
-
-MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
-VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
-WORDS = (
-    np.random.default_rng(9)
-    .choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3))
-    .tolist()
-)
-TEXT = "".join(f"The {a} was {b}. A {c} came in\nand the men went home. " for a, b, c in WORDS)
-
-
-def encode(text: str) -> list[int]:
-    return list(text.encode("latin-1"))
-
-
-def decode(ids: np.ndarray) -> str:
-    return "".join(VOCABULARY[i] for i in ids.tolist())
-
-
-@pytest.fixture(scope="module", params=[RULER, PRETRAIN], ids=["ruler", "pretrain"])
-def writer(request) -> RetrievalWriter:
-    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
-    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream], wording=request.param)
+from tests.data.latin import TEXT, VOCABULARY, decode
 
 
 @pytest.mark.parametrize("task", RetrievalWriter.tasks)
@@ -149,7 +127,7 @@ def mixture(writer: RetrievalWriter, **changes: object) -> Mixture:
 
 
 def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
-    batch = mixture(writer).batch(0, PackingStage(row_tokens=8000, doc_tokens=2000, steps=1), seed=0)
+    batch = mixture(writer).batch(0, PackingStage(sequence_tokens=8000, doc_tokens=2000, steps=1), seed=0)
     assert batch.weights_T is not None
     starts = list(batch.bounds[:-1])
     assert batch.bounds[0] == 0 and batch.bounds[-1] == len(batch.ids_T) == 8000
@@ -163,12 +141,12 @@ def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
 
 def test_any_rank_and_any_start_gives_the_same_rows(writer: RetrievalWriter) -> None:
     stages = [
-        PackingStage(row_tokens=2000, doc_tokens=600, fraction=0.5),
-        PackingStage(row_tokens=2000, doc_tokens=1500, fraction=0.5),
+        PackingStage(sequence_tokens=2000, doc_tokens=600, fraction=0.5),
+        PackingStage(sequence_tokens=2000, doc_tokens=1500, fraction=0.5),
     ]
 
-    def make(**keys: int) -> MixtureRows:
-        return MixtureRows(mixture(writer), stages, total_steps=3, rows_per_step=2, seed=1, **keys)
+    def make(**keys: int) -> MixtureSequences:
+        return MixtureSequences(mixture(writer), stages, total_steps=3, sequences_per_step=2, seed=1, **keys)
 
     whole, late = list(make()), list(make(start=4))
     ranks = [list(make(world=2, rank=rank)) for rank in (0, 1)]
@@ -190,8 +168,8 @@ def test_a_process_writes_each_row_of_a_step_once(writer: RetrievalWriter, monke
         return write(self, index, stage, seed=seed)
 
     monkeypatch.setattr(Mixture, "batch", counted)
-    stages = [PackingStage(row_tokens=2000, doc_tokens=600, fraction=1.0)]
-    rows = MixtureRows(mixture(writer), stages, total_steps=2, rows_per_step=4, seed=1)
+    stages = [PackingStage(sequence_tokens=2000, doc_tokens=600, fraction=1.0)]
+    rows = MixtureSequences(mixture(writer), stages, total_steps=2, sequences_per_step=4, seed=1)
     batches = list(rows)
     counts = [batch.tokens_in_step for batch in batches]
     documents = [write(rows.mixture, i, stages[0], seed=1).documents_in_step for i in range(8)]
@@ -206,4 +184,6 @@ def test_wrong_shares_are_refused(writer: RetrievalWriter) -> None:
     with pytest.raises(ConfigError, match="unknown share 'poems'"):
         mixture(writer, shares={"poems": 1})
     with pytest.raises(ConfigError, match="steps or fraction"):
-        MixtureRows(mixture(writer), [PackingStage(row_tokens=64, doc_tokens=64, epochs=1)], total_steps=1)
+        MixtureSequences(
+            mixture(writer), [PackingStage(sequence_tokens=64, doc_tokens=64, epochs=1)], total_steps=1
+        )

@@ -1,10 +1,9 @@
 import pytest
-from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.data.chat.mask import audit, check_template, render, render_prompt, spans
 from longtrain.errors import ConfigError
-from longtrain.jobs.setup import target_overrides
 from longtrain.targets.tokenizer import read_tokenizer
 
 CHAT = [
@@ -120,7 +119,7 @@ def test_a_file_or_a_context_over_the_targets_own(tokenizer_folder, tmp_path):
 
 def test_overrides_come_from_the_configuration():
     def overrides(**target):
-        return target_overrides(OmegaConf.create({"target": target}))
+        return RunConfig({"target": target}).target.overrides
 
     assert overrides(path="x") == {"max_positions": None, "chat_template": None}
     given = {"max_positions": 16384, "chat_template": "vicuna"}

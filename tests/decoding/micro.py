@@ -20,8 +20,8 @@ def target(name: str = "llama_micro", dtype: torch.dtype = torch.float64) -> Tar
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
-    coins = torch.Generator().manual_seed(1)
-    return [torch.randint(97, (n,), generator=coins).tolist() for n in lengths]
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randint(97, (n,), generator=rng).tolist() for n in lengths]
 
 
 def snapkv(budget: int, **options) -> SnapKV:

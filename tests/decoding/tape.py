@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from longtrain.decoding import captured
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.roles import Parts
+from tests.helpers import everywhere
 
 HOST = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 """Operators that make the host wait, or whose result has a size that only the values tell."""
@@ -45,3 +52,47 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+class Graph:
+    """A tape with the memory of its results, as CUDA graphs have it."""
+
+    def __init__(self, tape: Tape, pool: object) -> None:
+        self.replay, self._pool = tape.replay, pool
+
+    def pool(self) -> object:
+        return self._pool
+
+
+@pytest.fixture
+def tapes(monkeypatch) -> list[Tape]:
+    """Cycles are recorded as on a GPU: the second one of a kind, and every later one is that record again."""
+    made, living = [], WeakSet()
+
+    def record(work, device, pool) -> Graph:
+        assert pool is None or pool in {graph.pool() for graph in living}, "nothing holds this pool any more"
+        made.append(Tape(work))
+        graph = Graph(made[-1], pool or object())
+        living.add(graph)
+        return graph
+
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+    monkeypatch.setattr(captured, "record", record)
+    for place in ("arena", "history"):
+        monkeypatch.setattr(f"longtrain.cache.{place}.tree_attention", everywhere)
+    return made
+
+
+def same(plain, other) -> None:
+    assert other.tokens == plain.tokens and other.finish == plain.finish and other.texts == plain.texts
+    assert other.stats.rows == plain.stats.rows
+    assert other.stats.output_tokens == plain.stats.output_tokens
+
+
+def both(target, parts: Parts | None, prompts, **settings):
+    """One call by each way, then that call again from the buffers of the first."""
+    plain = Engine(target, parts, capture=False).generate(prompts, **settings)
+    static = Engine(target, parts, capture=True)
+    same(plain, static.generate(prompts, **settings))
+    same(plain, static.generate(prompts, **settings))
+    return plain

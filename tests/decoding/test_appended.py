@@ -9,26 +9,14 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
-
-MICRO = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import ONE_LAYER, attached
 
 
 @pytest.fixture(scope="module")
 def target():
     """In fp64, so that the number of rows of a step decides nothing."""
-    return random_target(MICRO, seed=2, dtype=torch.float64)
+    return random_target({**ONE_LAYER, "num_hidden_layers": 2}, seed=2, dtype=torch.float64)
 
 
 def prompts(*lengths):
@@ -40,9 +28,7 @@ def new_cache(target, kind):
     """Its maker: plain, or quantised."""
     if kind == "plain":
         return target.new_cache
-    spec = methods.get("quantspec")
-    config = spec.config(draft=False)
-    return spec.attach(spec.build(config, target.info), target, config, {}).cache
+    return attached("quantspec", target, draft=False).cache
 
 
 def read(target, kind, texts):
@@ -56,7 +42,7 @@ def test_they_are_read_as_if_one_by_one(target, kind):
     cache, (ids_BT, m_B) = read(target, kind, texts).cache, pad(after, target.device)
     seen = []
     step, forwards = read_after(
-        target, cache, ids_BT, m_B.tolist(), hidden=(0, -1), watch=lambda *one: seen.append(one)
+        target, cache, ids_BT, m_B.tolist(), hidden=(0, -1), hook=lambda *one: seen.append(one)
     )
     assert forwards == (1 if kind == "plain" else 3)
     assert cache.len_B.tolist() == [590, 123, 381] and [layer for layer, *_ in seen] == [0, 1]
@@ -64,9 +50,12 @@ def test_they_are_read_as_if_one_by_one(target, kind):
         alone, looks = read(target, kind, [text]).cache, []
         states = {0: [], -1: []}
         for token in tokens:
-            rows = Rows(alone.len_B[:, None], torch.tensor([[token]]))
+            rows = TokenBatch(alone.len_B[:, None], torch.tensor([[token]]))
             last = target.forward(
-                rows, alone, want=Want("last", (0, -1)), watch=lambda *one, looks=looks: looks.append(one)
+                rows,
+                alone,
+                outputs=OutputRequest("last", (0, -1)),
+                hook=lambda *one, looks=looks: looks.append(one),
             )
             alone.commit(None, torch.ones(1, dtype=torch.int64))
             for layer, kept in states.items():
@@ -92,8 +81,8 @@ def test_text_goes_on_from_them(target, kind):
     tokens = list(after[0])
     while len(tokens) < 276:
         at = int(state.cache.len_B[0]) - 260
-        rows = Rows(state.cache.len_B[:, None], torch.tensor([[tokens[at]]]))
-        logits = target.forward(rows, state.cache, want=Want("last")).logits_BTV
+        rows = TokenBatch(state.cache.len_B[:, None], torch.tensor([[tokens[at]]]))
+        logits = target.forward(rows, state.cache, outputs=OutputRequest("last")).logits_BTV
         state.cache.commit(None, torch.ones(1, dtype=torch.int64))
         if at == len(tokens) - 1:
             tokens.append(int(logits[0, 0].argmax()))

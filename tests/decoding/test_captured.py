@@ -5,31 +5,20 @@ A CUDA graph repeats operators on the same memory; on a CPU `Tape` does so, and 
 
 from __future__ import annotations
 
-from functools import cache
-from weakref import WeakSet
-
 import pytest
 import torch
-from torch import Tensor
 
-from longtrain.cache.base import KVCache
-from longtrain.decoding import captured
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
-from longtrain.decoding.tree import depths
 from longtrain.errors import ConflictError
-from longtrain.kernels.tree_attention.reference import masked_attention, visible_slots
-from longtrain.methods.longspec.config import Config
-from longtrain.methods.longspec.modules import LongSpecDraft
-from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Want
+from tests.helpers import Recall, noisy_longspec
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
-from .tape import Tape
+from .tape import Tape, both, same, tapes  # noqa: F401 (a fixture)
 from .test_evict import Ragged
 from .toys import Letters, OracleDraft
 
@@ -38,112 +27,10 @@ WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
 ONE, THREE = prompts_of(11), prompts_of(7, 1, 12)
 
 
-class Recall:
-    """Knows the texts and proposes them, but for some positions; its state is two tensors."""
-
-    want = Want()
-
-    def __init__(self, texts: list[list[int]], room: int = 8, device: str = "cpu") -> None:
-        longest = max(map(len, texts)) + room
-        self.text_BS = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
-        self.first_B = torch.zeros(len(texts), dtype=torch.int64, device=device)
-
-    def start(self, tokens_BS: Tensor, n_B: Tensor, step: object, cache: KVCache) -> None:
-        self.cache = cache
-        self.first_B.copy_(n_B)
-
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: object, coins: object) -> TokenTree:
-        tokens, parents, first, parent_B = [root_B[:, None]], [torch.full_like(root_B, -1)[:, None]], 1, 0
-        for depth, width in enumerate(shape.widths, 1):
-            at_B = self.cache.len_B - self.first_B + depth
-            right_B1 = self.text_BS.gather(1, at_B.clamp(max=self.text_BS.shape[1] - 1)[:, None])
-            wrong_B1 = ((at_B * 7 + self.first_B) % 11 < 3)[:, None]
-            slot_BW = torch.arange(width, device=root_B.device).expand(len(root_B), width)
-            on_B1 = (at_B % width)[:, None]
-            token_BW = torch.where(slot_BW == on_B1, right_B1 + wrong_B1, right_B1 + 2 + slot_BW)
-            tokens.append(token_BW % 97)
-            parents.append(torch.zeros_like(token_BW) + parent_B)
-            parent_B, first = first + on_B1, first + width
-        depth_N = _depths(shape, root_B.device)
-        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), depth_N, Law.POINT)
-
-    def observe(self, tree: TokenTree, verdict: object, step: object) -> None:
-        pass
-
-    def bytes(self) -> int:
-        return self.text_BS.nbytes
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.text_BS, self.first_B
-
-
-@cache
-def _depths(shape: TreeShape, device: torch.device) -> Tensor:
-    return depths(shape, device)
-
-
-def longspec(target) -> LongSpecRuntime:
-    draft = LongSpecDraft(Config(window=16), target.info).to(target.dtype)
-    coins = torch.Generator().manual_seed(5)
-    for name, param in draft.named_parameters():
-        noise = torch.randn(param.shape, generator=coins, dtype=torch.float64)
-        param.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(param.dtype)
-    return LongSpecRuntime(draft, target, Config(window=16))
-
-
-def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale):
-    """The twin of tree attention as it runs off a CPU: over all slots, without a look at the lengths."""
-    visible = visible_slots(len_B, mask, rows=q_BHTD.shape[2], slots=k_BGSD.shape[2], base=0)
-    return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)
-
-
-class Graph:
-    """A tape with the memory of its results, as CUDA graphs have it."""
-
-    def __init__(self, tape: Tape, pool: object) -> None:
-        self.replay, self._pool = tape.replay, pool
-
-    def pool(self) -> object:
-        return self._pool
-
-
-@pytest.fixture
-def tapes(monkeypatch) -> list[Tape]:
-    """Cycles are recorded as on a GPU: the second one of a kind, and every later one is that record again."""
-    made, living = [], WeakSet()
-
-    def record(work, device, pool) -> Graph:
-        assert pool is None or pool in {graph.pool() for graph in living}, "nothing holds this pool any more"
-        made.append(Tape(work))
-        graph = Graph(made[-1], pool or object())
-        living.add(graph)
-        return graph
-
-    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
-    monkeypatch.setattr(captured, "record", record)
-    monkeypatch.setattr("longtrain.cache.arena.tree_attention", everywhere)
-    return made
-
-
-def same(plain, other) -> None:
-    assert other.tokens == plain.tokens and other.finish == plain.finish and other.texts == plain.texts
-    assert other.stats.rows == plain.stats.rows
-    assert other.stats.output_tokens == plain.stats.output_tokens
-
-
-def both(target, parts: Parts | None, prompts, **settings):
-    """One call by each way, then that call again from the buffers of the first."""
-    plain = Engine(target, parts, capture=False).generate(prompts, **settings)
-    static = Engine(target, parts, capture=True)
-    same(plain, static.generate(prompts, **settings))
-    same(plain, static.generate(prompts, **settings))
-    return plain
-
-
 @pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
-def test_plain_decoding(family, sampling, prompts, tapes):
+def test_plain_decoding(family, sampling, prompts, tapes):  # noqa: F811
     both(micro(family), None, prompts, max_new_tokens=24, sampling=sampling, ignore_eos=True)
     assert len(tapes) == 1
 
@@ -158,17 +45,17 @@ def test_plain_decoding(family, sampling, prompts, tapes):
     ],
 )
 @pytest.mark.parametrize(
-    "shape", [CHAIN, TREE, TreeShape((1, 1, 1), Law.IID), TreeShape((2, 4), Law.IID)], ids=str
+    "shape", [CHAIN, TREE, TreeShape((1, 1, 1), ChildChoice.IID), TreeShape((2, 4), ChildChoice.IID)], ids=str
 )
-def test_longspec(sampling, shape, prompts, tapes):
+def test_longspec(sampling, shape, prompts, tapes):  # noqa: F811
     target = micro()
-    parts = Parts(draft=longspec(target), name="longspec")
+    parts = Parts(draft=noisy_longspec(target), name="longspec")
     both(target, parts, prompts, max_new_tokens=24, sampling=sampling, shape=shape, ignore_eos=True)
     assert len(tapes) == 1
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-def test_accepted_paths_move_to_their_place(shape, tapes):
+def test_accepted_paths_move_to_their_place(shape, tapes):  # noqa: F811
     """A draft that is mostly right: rows commit differently many nodes."""
     target = micro()
     texts = Engine(target, capture=False).generate(THREE, max_new_tokens=40, ignore_eos=True).tokens
@@ -179,11 +66,11 @@ def test_accepted_paths_move_to_their_place(shape, tapes):
     assert len(tapes) == 1
 
 
-def test_one_arena_serves_other_lengths_shapes_and_seeds(tapes):
+def test_one_arena_serves_other_lengths_shapes_and_seeds(tapes):  # noqa: F811
     target = micro()
-    draft = longspec(target)
+    draft = noisy_longspec(target)
     static = Engine(target, Parts(draft=draft, name="longspec"), capture=True)
-    plain = Engine(target, Parts(draft=longspec(target), name="longspec"), capture=False)
+    plain = Engine(target, Parts(draft=noisy_longspec(target), name="longspec"), capture=False)
     calls = [
         (prompts_of(5, 9), CHAIN, Sampling()),
         (prompts_of(17, 2), CHAIN, Sampling()),
@@ -204,7 +91,7 @@ def test_one_arena_serves_other_lengths_shapes_and_seeds(tapes):
     same(plain.generate(ONE, max_new_tokens=300), static.generate(ONE, max_new_tokens=300))
 
 
-def test_texts_end_where_they_did(tapes):
+def test_texts_end_where_they_did(tapes):  # noqa: F811
     """Stop ids and strings are noticed a cycle late; nothing of that cycle is seen."""
     target = micro()
     target.tokenizer = Letters()
@@ -243,12 +130,12 @@ def test_the_stream_is_the_same():
 
 
 @pytest.mark.parametrize("draft", [False, True])
-def test_after_eviction_rows_and_positions_differ(draft, tapes):
+def test_after_eviction_rows_and_positions_differ(draft, tapes):  # noqa: F811
     target = micro()
     prompts = prompts_of(40, 40, 40)
-    parts = Parts(draft=longspec(target) if draft else None, evictor=snapkv(12), name="both")
+    parts = Parts(draft=noisy_longspec(target) if draft else None, evictor=snapkv(12), name="both")
     out = both(target, parts, prompts, max_new_tokens=20, ignore_eos=True)
-    assert out.stats.kept_rows == [12.0] * 3
+    assert out.stats.kept_entries == [12.0] * 3
     whole = Engine(target, Parts(evictor=snapkv(400)), capture=True).generate(prompts, max_new_tokens=20)
     same(Engine(target, capture=False).generate(prompts, max_new_tokens=20), whole)
 
@@ -268,12 +155,12 @@ def test_what_cannot_be_captured_is_refused_or_left():
     toy = Parts(draft=OracleDraft(target), name="toy")
     with pytest.raises(ConflictError, match="draft of 'toy' does not update its state in place"):
         Engine(target, toy, capture=True).generate(ONE, max_new_tokens=4)
-    big = Parts(draft=longspec(target))
+    big = Parts(draft=noisy_longspec(target))
     with pytest.raises(ConflictError, match="151 nodes, and at most 128"):
         Engine(target, big, capture=True, limits=Limits(nodes=200)).generate(
             ONE, max_new_tokens=4, shape=TreeShape((50, 100))
         )
-    assert Engine(target)._stage(None, [PLAIN], 100) is None  # a CPU has no graphs
+    assert Engine(target)._static_buffers(None, [PLAIN], 100) is None  # a CPU has no graphs
 
 
 def test_a_taped_cycle_that_asks_the_host_is_found():
@@ -282,13 +169,13 @@ def test_a_taped_cycle_that_asks_the_host_is_found():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE, TreeShape((2, 4), Law.IID)], ids=str)
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE, TreeShape((2, 4), ChildChoice.IID)], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
 def test_cuda_graphs_give_the_same_texts(family, sampling, shape):
     """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
     target = random_target(family, dtype=torch.float32, device="cuda")
-    draft = longspec(target)
+    draft = noisy_longspec(target)
     draft.draft.to("cuda")
     parts = Parts(draft=draft, name="longspec")
     for prompts in (ONE, THREE):

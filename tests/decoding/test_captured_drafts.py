@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain import methods
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
+from tests.helpers import HEADS_OF_64, Recall, attached
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
-from .test_captured import Recall, both, tapes  # noqa: F401 (a fixture)
+from .tape import both, tapes  # noqa: F401 (a fixture)
 
 CHAIN = TreeShape((1, 1, 1, 1))
 WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
@@ -27,26 +27,20 @@ DRAFTS = [
 ]
 
 
-def parts_of(name: str, keys: dict, target) -> Parts:
-    spec = methods.get(name)
-    config = spec.config(**keys)
-    return spec.attach(spec.build(config, target.info), target, config, {})
-
-
 @pytest.mark.parametrize(("name", "keys"), DRAFTS)
 @pytest.mark.parametrize(
-    ("sampling", "law"),
-    [(Sampling(), Law.POINT), (WARM, Law.POINT), (WARM, Law.IID)],
+    ("sampling", "children"),
+    [(Sampling(), ChildChoice.POINT), (WARM, ChildChoice.POINT), (WARM, ChildChoice.IID)],
     ids=["greedy", "sampled", "sampled drafts"],
 )
-def test_a_cycle_can_be_replayed(name, keys, sampling, law, tapes):  # noqa: F811
+def test_a_cycle_can_be_replayed(name, keys, sampling, children, tapes):  # noqa: F811
     target = micro()
-    shape = TreeShape((1,) * 4, law)
-    parts = parts_of(name, keys, target)
+    shape = TreeShape((1,) * 4, children)
+    parts = attached(name, target, **keys)
     options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
     drafted = both(target, parts, PROMPTS, shape=shape, **options)
     assert len(tapes) == 1
-    if law is Law.POINT:
+    if children is ChildChoice.POINT:
         assert drafted.tokens == Engine(target).generate(PROMPTS, **options).tokens
 
 
@@ -54,7 +48,7 @@ def test_a_cycle_can_be_replayed(name, keys, sampling, law, tapes):  # noqa: F81
 def test_other_prompts_and_what_comes_after_them(name, keys, tapes):  # noqa: F811
     """The same graph serves prompts of other lengths; rows after an evicted prompt are seen too."""
     target = micro()
-    parts = parts_of(name, keys, target)
+    parts = attached(name, target, **keys)
     static, plain = Engine(target, parts, capture=True), Engine(target, capture=False)
     for prompts in (PROMPTS, prompts_of(12, 60, 1), PROMPTS):
         options = {"max_new_tokens": 12, "ignore_eos": True, "after": prompts_of(30, 2, 5)}
@@ -74,7 +68,7 @@ def test_other_prompts_and_what_comes_after_them(name, keys, tapes):  # noqa: F8
 def test_shapes_that_change_from_cycle_to_cycle(name, keys):
     """What was accepted in cycles of other shapes, and in plain ones, is known to the draft as well."""
     target = micro()
-    parts = parts_of(name, keys, target)
+    parts = attached(name, target, **keys)
     options = {"max_new_tokens": 40, "ignore_eos": True}
     drafted = Engine(target, parts).generate(PROMPTS, shape=AUTO, **options)
     assert drafted.tokens == Engine(target).generate(PROMPTS, **options).tokens
@@ -86,7 +80,7 @@ def test_shapes_that_change_from_cycle_to_cycle(name, keys):
 def test_cuda_graphs_give_the_same_texts(name, keys):
     """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
     target = random_target("llama_micro", dtype=torch.float32, device="cuda")
-    parts = parts_of(name, keys, target)
+    parts = attached(name, target, **keys)
     for prompts in (PROMPTS, prompts_of(300)):
         settings = {"max_new_tokens": 48, "shape": CHAIN, "ignore_eos": True}
         drafted = both(target, parts, prompts, **settings)
@@ -97,9 +91,8 @@ def test_cuda_graphs_give_the_same_texts(name, keys):
 @pytest.mark.parametrize(("name", "keys"), DRAFTS)
 def test_cuda_graphs_over_a_quantised_cache(name, keys):
     """Rows pass the draft on their way into the planes, in a graph as without one."""
-    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
-    target = random_target(shape, dtype=torch.float32, device="cuda").fuse()
-    parts = parts_of(name, {**keys, "cache": "hierarchical"}, target)
+    target = random_target(HEADS_OF_64, dtype=torch.float32, device="cuda").fuse()
+    parts = attached(name, target, **keys, cache="hierarchical")
     both(target, parts, prompts_of(400, 250), max_new_tokens=40, shape=CHAIN, ignore_eos=True)
 
 

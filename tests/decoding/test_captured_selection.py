@@ -10,10 +10,11 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.targets.loading import random_target
+from tests.helpers import attached, everywhere, noisy
 
 from .micro import prompts_of
 from .micro import target as micro
-from .test_captured import both, everywhere, tapes  # noqa: F401 (a fixture)
+from .tape import both, tapes  # noqa: F401 (a fixture)
 
 PROMPTS = prompts_of(90, 7, 33)
 WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
@@ -36,13 +37,9 @@ def head(keys, target, *, rows=14, every=1, name="specontext") -> Parts:
     """A retrieval head, or an indexer, whose parts all matter."""
     spec = methods.get(name)
     config = spec.config(**keys)
-    module = spec.build(config, target.info).to(target.dtype)
-    coins = torch.Generator().manual_seed(5)
-    for part, param in module.named_parameters():
-        noise = torch.randn(param.shape, generator=coins, dtype=torch.float64)
-        param.data = (1 + 0.2 * noise if "norm" in part else noise * 0.25).to(target.device, target.dtype)
+    module = noisy(spec.build(config, target.info).to(target.device, target.dtype))
     limits = {"budget_tokens": rows, "sinks": 2, "window": 4, "every": every}
-    return spec.attach(module.to(target.device), target, config, limits)
+    return spec.attach(module, target, config, limits)
 
 
 @pytest.mark.parametrize("keys", HEADS, ids=str)
@@ -68,10 +65,7 @@ def test_layers_may_choose_within_a_recorded_step(made):
 def test_speculation_on_chosen_rows(made):
     """Sets that are good for some positions, a draft beside them, plain steps between."""
     target = micro()
-    spec = methods.get("prompt_lookup")
-    config = spec.config()
-    draft = spec.attach(spec.build(config, target.info), target, config, {})
-    parts = head(HEADS[0], target, every=4).merge(draft)
+    parts = head(HEADS[0], target, every=4).merge(attached("prompt_lookup", target))
     options = {"max_new_tokens": 24, "ignore_eos": True}
     plain = Engine(target, head(HEADS[0], target, every=4)).generate(PROMPTS, **options).tokens
     for shape in (TreeShape((1, 1, 1)), PLAIN):

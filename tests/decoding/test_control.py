@@ -9,36 +9,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from longtrain import methods
-from longtrain.decoding import captured, past
+from longtrain.decoding import averages, captured
 from longtrain.decoding import control as control_module
+from longtrain.decoding.averages import Acceptance, Costs, levels
 from longtrain.decoding.control import CHAINS, Control, ShapeChoice
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.past import Acceptance, Costs, levels
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling, probs
 from longtrain.errors import ConfigError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.methods.quantspec.config import Config
 from longtrain.targets.loading import random_target
+from tests.helpers import ONE_LAYER, Recall, attached, noisy_longspec
 
 from .micro import target as micro
-from .test_captured import ONE, THREE, Recall, longspec, tapes  # noqa: F401 (a fixture)
+from .tape import tapes  # noqa: F401 (a fixture)
+from .test_captured import ONE, THREE
 from .toys import OracleDraft, ToyTarget
 
 SHAPES = ShapeChoice(CHAINS).shapes(object(), sampled=False)
-QUANTISED = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
 ENDLESS = 1 << 30
 WARM = Sampling(temperature=1.0, seed=11)
 
@@ -57,14 +46,14 @@ class Machine:
         verify_s: float,
         seed: int = 0,
         heard_s: float = 0.0,
-        wake_s: float = 0.0,
+        restart_s: float = 0.0,
     ) -> None:
         self.control, self.draft_s, self.verify_s = control, draft_s, verify_s
-        self.coins = random.Random(seed)
+        self.rng = random.Random(seed)
         self.history: list[int] = []
         self.tokens, self.seconds = 0, 0.0
         self.pending: list[tuple[TreeShape, list[int], dict]] = []
-        self.heard_s, self.wake_s = heard_s, wake_s
+        self.heard_s, self.restart_cost_s = heard_s, restart_s
 
     def cost(self, shape: TreeShape) -> float:
         return self.verify_s + self.draft_s * shape.depth + 0.01 * self.verify_s * (shape.n_nodes - 1)
@@ -74,17 +63,17 @@ class Machine:
 
     def run(self, rate: float, cycles: int) -> Machine:
         for _ in range(cycles):
-            slept = self.control.asleep
+            was_paused = self.control.paused
             shape, accepted = self.control.choose(length=1000, left=ENDLESS), 0
-            asleep = self.control.asleep
-            waking_s = self.wake_s if slept and not asleep else None
-            while accepted < shape.depth and self.coins.random() < rate:
+            paused = self.control.paused
+            restart_s = self.restart_cost_s if was_paused and not paused else None
+            while accepted < shape.depth and self.rng.random() < rate:
                 accepted += 1
             self.tokens += 1 + accepted
-            seconds = self.cost(shape) + (0.0 if asleep else self.heard_s)
-            self.seconds += seconds + (waking_s or 0.0)
+            seconds = self.cost(shape) + (0.0 if paused else self.heard_s)
+            self.seconds += seconds + (restart_s or 0.0)
             self.history.append(shape.depth)
-            about = {"seconds": seconds, "asleep": asleep, "waking_s": waking_s}
+            about = {"seconds": seconds, "paused": paused, "restart_s": restart_s}
             self.pending.append((shape, [accepted], about))
             if len(self.pending) > 1:
                 known, news, about = self.pending.pop(0)
@@ -110,40 +99,40 @@ def test_a_draft_that_turns_good_is_found_and_one_that_turns_bad_is_left():
     assert Counter(machine.history[-50:])[0] > 45
 
 
-@pytest.mark.parametrize("wakes", [True, False], ids=["wakes", "does not wake"])
+@pytest.mark.parametrize("restarts", [True, False], ids=["restarts", "does not restart"])
 @pytest.mark.parametrize(
-    ("draft_s", "verify_s", "heard_s", "wake_s"),
+    ("draft_s", "verify_s", "heard_s", "restart_s"),
     [(0.42, 5.1, 0.03, 1.0), (0.08, 0.3, 0.025, 0.5), (2.1, 5.1, 0.0, 0.5)],
 )
 def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
-    draft_s, verify_s, heard_s, wake_s, wakes
+    draft_s, verify_s, heard_s, restart_s, restarts
 ):
-    """Whatever is accepted, in an engine's first call and later: trials, hearing and waking counted."""
+    """Whatever is accepted, in an engine's first call and later: trials, following and restarting counted."""
     for rate in (0.0, 0.1, 0.3, 0.5):
         for planned in (128, 1024):
             costs = Costs()
             for call in range(4):
-                control = Control(SHAPES, costs, planned=planned, wakes=wakes)
-                machine = Machine(control, draft_s, verify_s, call, heard_s, wake_s)
+                control = Control(SHAPES, costs, planned=planned, restarts=restarts)
+                machine = Machine(control, draft_s, verify_s, call, heard_s, restart_s)
                 while machine.tokens < planned:
                     machine.run(rate, 1)
                 speed = machine.tokens * verify_s / machine.seconds
-                # Hearing is only known to cost something once a cycle without the draft was timed.
-                unknown = 0.0 if wakes and call else heard_s / verify_s
+                # What the draft costs in plain cycles is only known once a cycle without it was timed.
+                unknown = 0.0 if restarts and call else heard_s / verify_s
                 assert speed > 0.98 - unknown, (rate, planned, call)
 
 
-def test_a_draft_that_sleeps_is_left_out_and_wakes_when_the_call_can_afford_it():
+def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():
     control = Control(SHAPES, Costs(), planned=2000)
-    machine = Machine(control, 0.08, 0.3, heard_s=0.025, wake_s=0.1).run(0.0, 400)
-    assert control.asleep and control.account.lost_s > 0
+    machine = Machine(control, 0.08, 0.3, heard_s=0.025, restart_s=0.1).run(0.0, 400)
+    assert control.paused and control.budget.lost_s > 0
     machine.run(0.95, 400)
-    assert not control.asleep and min(machine.history[-50:]) > 0 and control.account.lost_s < 0
-    hard = Control(SHAPES, Costs(), planned=2000, wakes=False)
+    assert not control.paused and min(machine.history[-50:]) > 0 and control.budget.lost_s < 0
+    hard = Control(SHAPES, Costs(), planned=2000, restarts=False)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
     machine = Machine(hard, 0.08, 0.3, heard_s=0.025).run(0.0, 400)
-    assert hard.asleep
+    assert hard.paused
     assert set(machine.run(0.99, 400).history[-400:]) == {0}  # to the end of the call
 
 
@@ -171,10 +160,10 @@ def test_the_best_tree_wins():
     control = Control(shapes, Costs())
     cost = {(): 5.0, (1, 1): 5.5, (4, 8, 8): 6.5, (16, 16, 16, 16): 15.0}
     share = {(1, 1): 0.5, (4, 8, 8): 0.8, (16, 16, 16, 16): 0.85}
-    coins, used = random.Random(1), Counter()
+    rng, used = random.Random(1), Counter()
     for _ in range(300):
         shape, accepted = control.choose(length=9, left=ENDLESS), 0
-        while accepted < shape.depth and coins.random() < share[shape.widths]:
+        while accepted < shape.depth and rng.random() < share[shape.widths]:
             accepted += 1
         control.learn(shape, [accepted], length=9, seconds=cost[shape.widths])
         used[shape.widths] += 1
@@ -185,7 +174,7 @@ def test_a_cycle_at_the_end_drafts_no_more_than_is_wanted():
     control = Control(SHAPES, Costs())
     Machine(control, 0.3, 5.0).run(0.99, 100)
     assert [control.choose(length=1000, left=left).depth for left in (9, 3, 2, 1)] == [8, 2, 1, 0]
-    assert control.asleep  # at a text's end: what plain cycles take alone is not known yet
+    assert control.paused  # at a text's end: what plain cycles take alone is not known yet
 
 
 def test_a_first_time_that_was_an_accident_is_forgotten():
@@ -199,9 +188,6 @@ def test_a_first_time_that_was_an_accident_is_forgotten():
     assert costs.of(0, shape, 5000) == 1.1  # one is not enough
     costs.learn(0, shape, 5000, 4.2)
     assert (costs.of(0, shape, 5000), costs.of(0, shape, 100)) == (4.0, 1.1)
-    for _ in range(2000):
-        costs.learn(0, chain(1), 100, 1.0)
-    assert costs.of(0, shape, 5000) is None
 
 
 def test_acceptance_level_by_level():
@@ -212,7 +198,7 @@ def test_acceptance_level_by_level():
     assert known.tokens(levels(chain(2))) == pytest.approx(1 + 0.9 + 0.9 * 0.95)
     assert known.tokens(four[:1]) == pytest.approx(1.9) and known.tokens(()) == 1
     assert known.rates(levels(TreeShape((4, 8)))) == pytest.approx([0.8, 0.8])  # trees are not chains
-    assert known.rates(levels(TreeShape((1,), Law.IID))) == [0.8]
+    assert known.rates(levels(TreeShape((1,), ChildChoice.IID))) == [0.8]
 
 
 def test_texts_that_differ_are_counted_together():
@@ -226,15 +212,15 @@ def test_texts_that_differ_are_counted_together():
 
 def test_menus():
     assert [shape.depth for shape in AUTO.shapes(object(), sampled=False)] == [0, 1, 2, 3, 4, 6, 8]
-    assert {shape.law for shape in AUTO.shapes(object(), sampled=True)[1:]} == {Law.IID}
+    assert {shape.children for shape in AUTO.shapes(object(), sampled=True)[1:]} == {ChildChoice.IID}
     assert AUTO.shapes(None, sampled=False) == (PLAIN,)
     mixed = ShapeChoice(((4, 8), (1, 1), ())).shapes(object(), sampled=True)
-    assert mixed == (PLAIN, TreeShape((1, 1), Law.IID), TreeShape((4, 8)))
-    offered = AUTO.shapes(longspec(micro()), sampled=False)
+    assert mixed == (PLAIN, TreeShape((1, 1), ChildChoice.IID), TreeShape((4, 8)))
+    offered = AUTO.shapes(noisy_longspec(micro()), sampled=False)
     assert {shape.widths for shape in offered[1:]} == set(LongSpecRuntime.offers)
     with pytest.raises(ConfigError, match=r"\[\[1, 1\]\] ask for a draft"):
         Engine(micro()).generate(ONE, max_new_tokens=4, shape=ShapeChoice(((1, 1),)))
-    small = Engine(micro(), Parts(draft=longspec(micro())), limits=Limits(nodes=8))
+    small = Engine(micro(), Parts(draft=noisy_longspec(micro())), limits=Limits(nodes=8))
     assert [one.n_nodes for one in small._shapes(AUTO, Sampling())] == [1, 3, 5]
     with pytest.raises(ConfigError, match="nodes=8; narrow it"):
         small.generate(ONE, max_new_tokens=4, shape=ShapeChoice(((1,) * 20,)))
@@ -250,7 +236,7 @@ def clock(monkeypatch) -> Callable[[TreeShape], float]:
     def taken(shape: TreeShape, drafts: bool) -> float:
         return seconds(shape) - 0.5 * (not drafts)
 
-    class Watch:
+    class FakeStopwatch:
         def __init__(self, device: object) -> None:
             self.took = 2.0  # what a draft takes to begin anew
 
@@ -263,12 +249,12 @@ def clock(monkeypatch) -> Callable[[TreeShape], float]:
     run = captured.ShapeCycles.run
 
     def timed(self, shape, *, timed, drafts):
-        news, watch = run(self, shape, timed=timed, drafts=drafts)
-        if watch is not None:
-            watch.took = taken(shape, drafts)
-        return news, watch
+        news, hook = run(self, shape, timed=timed, drafts=drafts)
+        if hook is not None:
+            hook.took = taken(shape, drafts)
+        return news, hook
 
-    monkeypatch.setattr(captured, "Stopwatch", Watch)
+    monkeypatch.setattr(captured, "Stopwatch", FakeStopwatch)
     monkeypatch.setattr(captured.ShapeCycles, "run", timed)
     return seconds
 
@@ -301,7 +287,7 @@ def test_a_draft_with_a_ring_of_its_own(sampling, tapes, clock):  # noqa: F811
     """Its ring grows with the shapes: graphs over a smaller one are never replayed."""
     target = micro()
     plain = Engine(target, capture=False).generate(THREE, max_new_tokens=60, sampling=sampling)
-    engine = Engine(target, Parts(draft=longspec(target), name="longspec"), capture=True)
+    engine = Engine(target, Parts(draft=noisy_longspec(target), name="longspec"), capture=True)
     small = TreeShape((2,))
     for shape in (small, ShapeChoice(((2,), (2, 2), (3, 4, 2))), small, ShapeChoice(((2,), (4, 8, 8)))):
         out = engine.generate(THREE, max_new_tokens=60, sampling=sampling, shape=shape)
@@ -309,11 +295,11 @@ def test_a_draft_with_a_ring_of_its_own(sampling, tapes, clock):  # noqa: F811
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["uncaptured", "captured"])
-def test_a_draft_that_slept_begins_anew_with_the_text(capture, tapes, clock, monkeypatch):  # noqa: F811
+def test_a_paused_draft_is_restarted_with_the_text(capture, tapes, clock, monkeypatch):  # noqa: F811
     """It then holds what it would hold had it heard of every token, and the text is the plain one."""
     target = micro()
     plain = Engine(target, capture=False).generate(THREE, max_new_tokens=150, ignore_eos=True)
-    draft, found = longspec(target), []
+    draft, found = noisy_longspec(target), []
     start = draft.start
 
     def begin(tokens_BS, n_B, step, cache):
@@ -324,8 +310,8 @@ def test_a_draft_that_slept_begins_anew_with_the_text(capture, tapes, clock, mon
         found.append(int(n_B[0]))
 
     monkeypatch.setattr(draft, "start", begin)
-    monkeypatch.setattr(control_module, "_NAP", 8)
-    monkeypatch.setattr(past, "_SHARE", 0.06)
+    monkeypatch.setattr(control_module, "MEMORY", 8)
+    monkeypatch.setattr(averages, "MAX_LOSS", 0.06)
     out = Engine(target, Parts(draft=draft, name="longspec"), capture=capture).generate(
         THREE, max_new_tokens=150, shape=ShapeChoice(((1,), (1, 1))), ignore_eos=True
     )
@@ -333,9 +319,8 @@ def test_a_draft_that_slept_begins_anew_with_the_text(capture, tapes, clock, mon
 
 
 def test_quantspec_decodes_its_own_cache(clock):
-    target = random_target(QUANTISED, seed=3, dtype=torch.float64)
-    spec, config = methods.get("quantspec"), Config()
-    parts = spec.attach(spec.build(config, target.info), target, config, {})
+    target = random_target(ONE_LAYER, seed=3, dtype=torch.float64)
+    parts = attached("quantspec", target)
     undrafted = Engine(target, Parts(cache=parts.cache, name="quantspec"), capture=False)
     prompts = [[token % 61 for token in ONE[0] * 23], ONE[0][:1] * 140]
     plain = undrafted.generate(prompts, max_new_tokens=200, ignore_eos=True)
@@ -353,15 +338,15 @@ def laws(target: ToyTarget, prompt: list[int], text: list[int]) -> torch.Tensor:
     return probs(torch.sin(state) @ target.out_EV, WARM)[len(prompt) - 1 : -1]
 
 
-def surprise(claimed: Law | None, law: Law) -> tuple[float, Counter]:
+def surprise(claimed: ChildChoice | None, children: ChildChoice) -> tuple[float, Counter]:
     """How far the texts' log probability lies from what the target's law lets expect, in standard deviations.
 
     Over many short runs, whose depths follow what was accepted in them. Given all before it, each token adds
     its log probability less that law's mean of it: a martingale, if the token was drawn from the law.
     """
     target, used, excess, variance = ToyTarget(8), Counter(), 0.0, 0.0
-    engine = Engine(target, Parts(draft=OracleDraft(target, noise=0.6, law=claimed)))
-    menu = ShapeChoice(((1,), (1, 1), (2, 2)), law)
+    engine = Engine(target, Parts(draft=OracleDraft(target, noise=0.6, children=claimed)))
+    menu = ShapeChoice(((1,), (1, 1), (2, 2)), children)
     for call in range(24):
         ids = range(4 * call, 4 * call + 4)
         out = engine.generate(
@@ -377,16 +362,16 @@ def surprise(claimed: Law | None, law: Law) -> tuple[float, Counter]:
     return excess / variance**0.5, used
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_sampled_texts_follow_the_targets_law(law, clock):
+@pytest.mark.parametrize("children", list(ChildChoice))
+def test_sampled_texts_follow_the_targets_law(children, clock):
     """Depths differ from cycle to cycle, by what was accepted before: the law must not notice."""
-    deviations, used = surprise(None, law)
+    deviations, used = surprise(None, children)
     assert abs(deviations) < 3.3 and len([count for count in used.values() if count > 20]) > 1
 
 
 def test_a_wrong_law_is_seen(clock):
     """A beam that claims to have been drawn gives likely tokens too often."""
-    assert surprise(Law.IID, Law.POINT)[0] > 6
+    assert surprise(ChildChoice.IID, ChildChoice.POINT)[0] > 6
 
 
 def test_equal_news_give_equal_choices(clock):
@@ -406,7 +391,7 @@ def test_equal_news_give_equal_choices(clock):
 def test_graphs_of_several_shapes_share_a_pool():
     """In fp32, as the other tests of graphs; costs are the device's own."""
     target = random_target("llama_micro", dtype=torch.float32, device="cuda")
-    draft = longspec(target)
+    draft = noisy_longspec(target)
     draft.draft.to("cuda")
     plain = Engine(target).generate(THREE, max_new_tokens=200, ignore_eos=True)
     engine = Engine(target, Parts(draft=draft, name="longspec"), capture=True)

@@ -34,7 +34,7 @@ def shape_of(target):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefetch": False}, {"difference": False}, {"memory_gib": 0.00018, "page_rows": 16}],
+    [{}, {"prefetch": False}, {"difference": False}, {"memory_gib": 0.00018, "page_entries": 16}],
     ids=["elastic", "sync", "reload", "cap"],
 )
 def test_the_text_is_that_without_offloading(options):
@@ -63,7 +63,7 @@ def test_the_text_of_captured_cycles(shape):
     keys = {"budget_tokens": 14, "sinks": 2, "window": 4, "every": 5}
     parts = spec.attach(head, target, config, keys)
     plain = generate(parts, target=target).tokens
-    for options in ({}, {"memory_gib": 1.0}, {"memory_gib": 0.00018, "page_rows": 16}):
+    for options in ({}, {"memory_gib": 1.0}, {"memory_gib": 0.00018, "page_entries": 16}):
         cache = cache_maker("elastic", options, **shape_of(target))
         whole = replace(parts, cache=cache, draft=OracleDraft(target, noise=0.5) if shape else None)
         assert generate(whole, target=target, shape=TreeShape(shape)).tokens == plain
@@ -81,7 +81,7 @@ def test_layers_leave_the_device_between_recorded_cycles(monkeypatch):
         head = spec.build(spec.config(layers=[0]), target.info)
     parts = spec.attach(head, target, spec.config(layers=[0]), {"budget_tokens": 14, "sinks": 2, "window": 4})
     plain = generate(parts, target=target).tokens
-    made, make = [], maker(target, memory_gib=0.00018, page_rows=16)
+    made, make = [], maker(target, memory_gib=0.00018, page_entries=16)
 
     class Recorded:
         def __init__(self, work, device, pool):
@@ -121,7 +121,7 @@ def test_the_text_on_a_gpu():
     for capture in (False, True):
         for prefetch in (False, True):
             assert text(capture, prefetch=prefetch) == plain
-        assert text(capture, memory_gib=0.00018, page_rows=16) == plain
+        assert text(capture, memory_gib=0.00018, page_entries=16) == plain
     parts = spec.attach(
         spec.build(config, target.info).cuda(), target, config, keys | {"dense_layers": [0, 1]}
     )
@@ -139,13 +139,13 @@ def test_rows_that_follow_a_prompt_are_read_whole():
 
 def test_what_does_not_go_together(monkeypatch):
     target = micro()
-    with pytest.raises(ConfigError, match="nothing does; add what selects"):
+    with pytest.raises(ConfigError, match="for a selector, and there is none; add one"):
         Engine(target, Parts(cache=maker(target))).generate(PROMPTS, max_new_tokens=2)
     forwards = []
     monkeypatch.setattr(Target, "forward", lambda *_, **__: forwards.append(1))
-    with pytest.raises(ConflictError, match="chosen within each layer"):
+    with pytest.raises(ConflictError, match="selected within each layer"):
         generate(Parts(selector=made("query"), cache=maker(target)))
-    with pytest.raises(ConflictError, match="a DenseCache cannot read chosen rows alone"):
+    with pytest.raises(ConflictError, match="a DenseCache cannot read selected ones alone"):
         generate(Parts(selector=made("state"), cache=target.new_cache))
     with pytest.raises(ConfigError, match=r"memory_gib=1e-05 .*14 in each of 2 layers.*allowed: .* or more"):
         generate(Parts(selector=made("state", BUDGET), cache=maker(target, memory_gib=1e-5)))

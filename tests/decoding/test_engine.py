@@ -11,7 +11,7 @@ from scipy import stats
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.methods.policies.snapkv import SnapKV
@@ -36,12 +36,14 @@ def test_a_target_whose_logits_are_not_finite_is_refused(value):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("law", Law)
-def test_greedy_text_is_the_plain_one(shape, law):
+@pytest.mark.parametrize("children", ChildChoice)
+def test_greedy_text_is_the_plain_one(shape, children):
     target = ToyTarget(12)
     plain = Engine(target).generate(PROMPTS, max_new_tokens=150)
     assert [len(t) for t in plain.tokens] == [150] * 5 and plain.stats.tau == 1.0
-    out = engine(target, noise=1.0).generate(PROMPTS, max_new_tokens=150, shape=TreeShape(shape.widths, law))
+    out = engine(target, noise=1.0).generate(
+        PROMPTS, max_new_tokens=150, shape=TreeShape(shape.widths, children)
+    )
     assert out.tokens == plain.tokens
     accepted = {tuple(c.accepted for c in row) for row in out.stats.rows}
     assert len(accepted) == 5  # acceptance differs from row to row
@@ -63,7 +65,7 @@ def test_sampled_text_of_a_deterministic_draft_is_the_plain_one(shape):
 def test_a_prompt_gets_the_same_text_in_any_batch():
     target = ToyTarget(12)
     settings = {"max_new_tokens": 40, "sampling": Sampling(temperature=1.0, seed=5)}
-    settings["shape"] = TreeShape((2, 2), Law.IID)
+    settings["shape"] = TreeShape((2, 2), ChildChoice.IID)
     whole = engine(target).generate(PROMPTS, **settings, sequence_ids=[10, 11, 12, 13, 14])
     for row, prompt in enumerate(PROMPTS):
         alone = engine(target).generate([prompt], **settings, sequence_ids=[10 + row])
@@ -73,9 +75,12 @@ def test_a_prompt_gets_the_same_text_in_any_batch():
 
 def test_an_equal_draft_is_always_accepted():
     target = ToyTarget(12)
-    for law in (Law.IID, Law.NO_REPLACE):
+    for children in (ChildChoice.IID, ChildChoice.NO_REPLACE):
         out = engine(target, noise=0.0).generate(
-            PROMPTS, max_new_tokens=50, sampling=Sampling(temperature=1.0), shape=TreeShape((1, 1, 1), law)
+            PROMPTS,
+            max_new_tokens=50,
+            sampling=Sampling(temperature=1.0),
+            shape=TreeShape((1, 1, 1), children),
         )
         assert out.stats.acceptance_rate > 0.999 and out.stats.by_depth()[2][0] == out.stats.by_depth()[2][1]
 
@@ -86,11 +91,11 @@ def p_value(target: ToyTarget, drafter: Engine, shape: TreeShape, sampling: Samp
     out = drafter.generate([[1, 2]] * n, max_new_tokens=3, sampling=sampling, shape=shape)
     index = torch.tensor([(t[0] * 8 + t[1]) * 8 + t[2] for t in out.tokens])
     count = torch.bincount(index, minlength=512).double()
-    law = torch.tensor([target.law([1, 2], list(t), sampling) for t in product(range(8), repeat=3)])
-    assert count[law == 0].sum() == 0
-    rare = law * n < 8
+    children = torch.tensor([target.children([1, 2], list(t), sampling) for t in product(range(8), repeat=3)])
+    assert count[children == 0].sum() == 0
+    rare = children * n < 8
     observed = torch.cat((count[~rare], count[rare].sum()[None]))
-    expected = torch.cat((law[~rare], law[rare].sum()[None])).double() * n
+    expected = torch.cat((children[~rare], children[rare].sum()[None])).double() * n
     kept = expected > 0
     return stats.chisquare(observed[kept], expected[kept] * n / expected[kept].sum()).pvalue
 
@@ -100,17 +105,17 @@ def test_sampled_texts_follow_the_targets_law(temperature, top_p):
     target = ToyTarget(8)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=11)
     for shape in (TreeShape((1, 1)), TreeShape((2, 3))):
-        for law in Law:
-            p = p_value(target, engine(target), TreeShape(shape.widths, law), sampling)
-            assert p > 1e-4, (shape, law)
+        for children in ChildChoice:
+            p = p_value(target, engine(target), TreeShape(shape.widths, children), sampling)
+            assert p > 1e-4, (shape, children)
 
 
 def test_a_wrong_law_is_seen():
     """A beam that claims to be sampled, and draws without replacement that claim to be independent."""
     target, sampling = ToyTarget(8), Sampling(temperature=1.0, seed=11)
-    liar = engine(target, law=Law.IID)
+    liar = engine(target, children=ChildChoice.IID)
     assert p_value(target, liar, TreeShape((1, 1)), sampling) < 1e-9
-    assert p_value(target, liar, TreeShape((3, 3), Law.NO_REPLACE), sampling) < 1e-9
+    assert p_value(target, liar, TreeShape((3, 3), ChildChoice.NO_REPLACE), sampling) < 1e-9
 
 
 def test_rows_end_on_their_own():

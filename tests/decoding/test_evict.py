@@ -12,19 +12,16 @@ from longtrain.cache.evicted import EvictedCache
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
-from longtrain.decoding.tree import depths
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.methods import policies
-from longtrain.methods.longspec.config import Config
-from longtrain.methods.longspec.modules import LongSpecDraft
-from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import Recall, noisy_longspec
 
 from .micro import TARGETS, prompts_of, snapkv, target
 
@@ -37,10 +34,10 @@ class Ragged:
 
     name = "ragged"
 
-    def extra_rows(self, longest: int) -> int:
+    def extra_tokens(self, longest: int) -> int:
         return 0
 
-    def watch(self, lengths: tuple[int, ...]) -> None:
+    def hook(self, lengths: tuple[int, ...]) -> None:
         return None
 
     def select(self, run: PromptRun) -> Keep:
@@ -49,11 +46,11 @@ class Ragged:
         n, rows = torch.zeros(shape, dtype=torch.int64), {}
         for at in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
             layer, b, g = at
-            coins = torch.Generator().manual_seed(
+            rng = torch.Generator().manual_seed(
                 run.lengths[b] * 100 + layer * 10 + g
             )  # the same in any batch
             count = 5 + 3 * layer + 7 * g
-            rows[tuple(at)] = torch.randperm(run.lengths[b], generator=coins)[:count].sort().values
+            rows[tuple(at)] = torch.randperm(run.lengths[b], generator=rng)[:count].sort().values
             n[tuple(at)] = len(rows[tuple(at)])
         idx = torch.zeros(*shape, int(n.max()), dtype=torch.int64)
         for at, found in rows.items():
@@ -95,8 +92,8 @@ def masked_continuation(model: Target, prompt: list[int], keep: Keep, b: int, n:
             return score.softmax(-1) @ v, None
 
     for _ in range(n):
-        rows = Rows(torch.arange(len(tokens))[None], torch.tensor([tokens]))
-        logits = model.forward(rows, Hides(), want=Want("last")).logits_BTV
+        rows = TokenBatch(torch.arange(len(tokens))[None], torch.tensor([tokens]))
+        logits = model.forward(rows, Hides(), outputs=OutputRequest("last")).logits_BTV
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[S:]
 
@@ -112,7 +109,7 @@ def test_text_is_that_of_a_model_that_cannot_see_evicted_rows(name, evictor):
 
         def __init__(self, inner):
             self.inner, self.name = inner, "spy"
-            self.extra_rows, self.watch = inner.extra_rows, inner.watch
+            self.extra_tokens, self.hook = inner.extra_tokens, inner.hook
 
         def select(self, run: PromptRun) -> Keep:
             found["keep"] = self.inner.select(run)
@@ -124,56 +121,7 @@ def test_text_is_that_of_a_model_that_cannot_see_evicted_rows(name, evictor):
     expected = [masked_continuation(model, p, found["keep"], b, 10) for b, p in enumerate(prompts)]
     assert out.tokens == expected
     assert out.tokens != Engine(model).generate(prompts, max_new_tokens=10, ignore_eos=True).tokens
-    assert out.stats.kept_rows == found["keep"].n_LBG.double().mean((0, 2)).tolist()
-
-
-class Guess:
-    """A draft that needs nothing: random tokens, and at the first level what a wrong table says."""
-
-    want = Want()
-
-    def __init__(self, plain: list[list[int]], starts: list[int]) -> None:
-        self.plain, self.starts = plain, starts
-        self.gen = torch.Generator().manual_seed(0)
-
-    def start(self, tokens_BS, n_B, step, cache) -> None:
-        assert n_B.tolist() == self.starts  # positions are those of the text, not of stored rows
-        self.cache = cache
-
-    def propose(self, root_B, shape, sampling, coins) -> TokenTree:
-        batch = len(root_B)
-        tokens = torch.randint(97, (batch, shape.n_nodes), generator=self.gen)
-        tokens[:, 0] = root_B
-        parents = torch.full((batch, shape.n_nodes), -1)
-        first, wide, node = 0, 1, 1
-        for depth, width in enumerate(shape.widths, 1):
-            for child in range(width):
-                parents[:, node + child] = first + (0 if child == width - 1 else child % wide)
-            parents[:, node + width - 1] = first if depth == 1 else node - 1
-            for b in range(batch):
-                at = int(self.cache.len_B[b]) - self.starts[b] + depth
-                if at < len(self.plain[b]) and at % 5:
-                    tokens[b, node + width - 1] = self.plain[b][at]
-            first, wide, node = node, width, node + width
-        return TokenTree(tokens, parents, depths(shape), Law.POINT)
-
-    def observe(self, tree, verdict, step) -> None:
-        pass
-
-    def bytes(self) -> int:
-        return 0
-
-    def tensors(self) -> None:
-        return None
-
-
-def longspec(model: Target) -> LongSpecRuntime:
-    draft = LongSpecDraft(Config(window=16), model.info).to(model.dtype)
-    gen = torch.Generator().manual_seed(5)
-    for name, p in draft.named_parameters():
-        noise = torch.randn(p.shape, generator=gen, dtype=torch.float64)
-        p.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(model.dtype)
-    return LongSpecRuntime(draft, model, Config(window=16))
+    assert out.stats.kept_entries == found["keep"].n_LBG.double().mean((0, 2)).tolist()
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -183,12 +131,11 @@ def test_speculation_on_an_evicted_cache_changes_nothing(name, evictor, shape):
     """In fp32, as it runs; with these seeds no two best logits are near enough for rounding to choose."""
     model, prompts = target(name, torch.float32), prompts_of(60, 33, 47)
     plain = Engine(model, Parts(evictor=EVICTORS[evictor]())).generate(prompts, **NEW)
-    starts = [len(p) for p in prompts]
-    for draft in (longspec(model), Guess(plain.tokens, starts)):
+    for draft in (noisy_longspec(model), Recall(plain.tokens)):
         parts = Parts(evictor=EVICTORS[evictor](), draft=draft)
         out = Engine(model, parts).generate(prompts, shape=shape, **NEW)
         assert out.tokens == plain.tokens
-        if isinstance(draft, Guess):
+        if isinstance(draft, Recall):  # which counts from the length of the text, not of what is stored
             assert out.stats.tau > 1.5
         again = Engine(model, parts).generate(prompts, shape=PLAIN, **NEW)
         assert again.tokens == plain.tokens
@@ -205,13 +152,13 @@ def test_a_prompt_gets_the_same_text_in_any_batch(name, evictor):
     for row, prompt in enumerate(prompts):
         alone = engine.generate([prompt], sequence_ids=[row], **settings)
         assert alone.tokens == [whole.tokens[row]]
-        assert alone.stats.kept_rows == [whole.stats.kept_rows[row]]
+        assert alone.stats.kept_entries == [whole.stats.kept_entries[row]]
 
 
 def logits_after(read, model: Target, tokens: list[int]) -> Tensor:
     pos_BT = read.n_B[:, None] + torch.arange(len(tokens))
-    rows = Rows(pos_BT, torch.tensor([tokens] * len(read.n_B)))
-    return model.forward(rows, read.cache, want=Want("all")).logits_BTV
+    rows = TokenBatch(pos_BT, torch.tensor([tokens] * len(read.n_B)))
+    return model.forward(rows, read.cache, outputs=OutputRequest("all")).logits_BTV
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -234,11 +181,11 @@ def test_bytes_and_rows_are_counted():
     out = Engine(model, Parts(evictor=snapkv(16))).generate(prompts_of(200), max_new_tokens=4)
     stats, info = out.stats, model.info
     row = 2 * 4 * info.n_layers * info.n_kv_heads * info.head_dim
-    assert stats.kept_rows == [16.0] and stats.evicted and stats.prompt_tokens == [200]
+    assert stats.kept_entries == [16.0] and stats.evicted and stats.prompt_tokens == [200]
     assert stats.cache_bytes_full == row * (200 + 4 + 1) + 8
     assert stats.cache_bytes == row * (16 + 4 + 1) + 3 * 8
     both = stats + Engine(model).generate(prompts_of(10), max_new_tokens=4).stats
-    assert both.kept_rows == [16.0, 10.0] and both.cache_bytes_full == stats.cache_bytes_full
+    assert both.kept_entries == [16.0, 10.0] and both.cache_bytes_full == stats.cache_bytes_full
     assert not Engine(model).generate(prompts_of(10), max_new_tokens=4).stats.evicted
 
 
@@ -257,7 +204,7 @@ def test_rows_after_eviction(evictor, draft):
     """Out of the evictor's sight, at the positions that follow the prompt."""
     model, contexts, after = target(), prompts_of(50, 31), prompts_of(7, 3)
     make = EVICTORS[evictor] if evictor else (lambda: None)
-    parts = Parts(evictor=make(), draft=longspec(model) if draft else None)
+    parts = Parts(evictor=make(), draft=noisy_longspec(model) if draft else None)
     out = Engine(model, parts).generate(contexts, after=after, **NEW)
     if evictor is None:
         joined = [c + a for c, a in zip(contexts, after, strict=True)]
@@ -269,8 +216,8 @@ def test_rows_after_eviction(evictor, draft):
         tokens, n = [*after[row]], len(after[row])
         while len(tokens) < n + NEW["max_new_tokens"]:
             at = int(read.cache.len_B[0]) - len(contexts[row])
-            rows = Rows(read.cache.len_B[:, None], torch.tensor([[tokens[at]]]))
-            logits = model.forward(rows, read.cache, want=Want("last")).logits_BTV
+            rows = TokenBatch(read.cache.len_B[:, None], torch.tensor([[tokens[at]]]))
+            logits = model.forward(rows, read.cache, outputs=OutputRequest("last")).logits_BTV
             read.cache.commit(None, torch.ones(1, dtype=torch.int64))
             if at == len(tokens) - 1:
                 tokens.append(int(logits[0, 0].argmax()))
@@ -280,7 +227,7 @@ def test_rows_after_eviction(evictor, draft):
 def test_rows_after_eviction_that_cannot_be():
     engine = Engine(target(), Parts(evictor=snapkv(16)))
     for after, error, words in (
-        ([[1]], ConfigError, "1 rows after 2 prompts"),
+        ([[1]], ConfigError, "1 token lists after 2 prompts"),
         ([[1], []], DataError, r"after\[1\] is empty"),
         ([[1], [97]], DataError, "token id 97"),
     ):
@@ -295,14 +242,14 @@ def test_every_turn_of_a_conversation_is_read_whole():
     for question in prompts_of(11, 9, 14):
         text = text + question
         answer = engine.generate([text], **NEW)
-        assert answer.stats.kept_rows == [16.0] and answer.stats.prompt_tokens == [len(text)]
+        assert answer.stats.kept_entries == [16.0] and answer.stats.prompt_tokens == [len(text)]
         fresh = Engine(model, Parts(evictor=snapkv(16))).generate([text], **NEW)
         assert answer.tokens == fresh.tokens
         text = text + answer.tokens[0]
 
 
 def test_parts_are_merged_one_a_role():
-    draft, evictor = longspec(target()), snapkv(16)
+    draft, evictor = noisy_longspec(target()), snapkv(16)
     both = Parts(draft=draft, name="a").merge(Parts(evictor=evictor, name="b"), Parts())
     assert (both.draft, both.evictor, both.cache, both.name) == (draft, evictor, None, "a+b")
     with pytest.raises(ConflictError, match="'a' and 'c' both bring the engine's draft; leave one out"):
@@ -326,9 +273,9 @@ def test_policies_that_are_not_there(name, options, words):
 
 def test_a_budget_below_the_window_is_refused_before_a_token_is_made():
     engine = Engine(target(), Parts(evictor=snapkv(7)))
-    with pytest.raises(ConfigError, match=r"budget of 7 rows is below the 8 .* set evict.budget_tokens=8"):
+    with pytest.raises(ConfigError, match=r"budget of 7 entries is below the 8 .* set evict.budget_tokens=8"):
         engine.generate(prompts_of(20), max_new_tokens=2)
-    assert engine.generate(prompts_of(7), max_new_tokens=2, ignore_eos=True).stats.kept_rows == [7.0]
+    assert engine.generate(prompts_of(7), max_new_tokens=2, ignore_eos=True).stats.kept_entries == [7.0]
 
 
 WIDE = {

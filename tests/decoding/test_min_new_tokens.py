@@ -11,10 +11,10 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling, probs
 from longtrain.errors import ConfigError
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 from .toys import OracleDraft, ToyTarget
 
@@ -33,8 +33,10 @@ def reference(target: ToyTarget, prompt: list[int], least: int, most: int) -> li
     text = list(prompt)
     while len(text) < len(prompt) + most:
         ids_BT = torch.tensor([text])
-        rows = Rows(torch.arange(len(text))[None], ids_BT)
-        logits_BV = target.forward(rows, target.new_cache(1, 200, 1), want=Want("all")).logits_BTV[:, -1]
+        rows = TokenBatch(torch.arange(len(text))[None], ids_BT)
+        logits_BV = target.forward(
+            rows, target.new_cache(1, 200, 1), outputs=OutputRequest("all")
+        ).logits_BTV[:, -1]
         text.append(int(barred(ids_BT, logits_BV).argmax()))
         if text[-1] in ENDS:
             break
@@ -44,16 +46,16 @@ def reference(target: ToyTarget, prompt: list[int], least: int, most: int) -> li
 @pytest.mark.parametrize("least", [0, 1, 2, 7, 40])
 def test_greedy_text_is_transformers(least):
     target = ToyTarget(12, eos=ENDS)
-    want = [reference(target, prompt, least, 40) for prompt in PROMPTS]
+    outputs = [reference(target, prompt, least, 40) for prompt in PROMPTS]
     for shape in (PLAIN, *SHAPES):
-        for law in Law:
+        for children in ChildChoice:
             got = engine(target).generate(
-                PROMPTS, max_new_tokens=40, min_new_tokens=least, shape=TreeShape(shape.widths, law)
+                PROMPTS, max_new_tokens=40, min_new_tokens=least, shape=TreeShape(shape.widths, children)
             )
-            assert got.tokens == want
-    assert all(not set(ENDS) & set(text[:least]) for text in want)
+            assert got.tokens == outputs
+    assert all(not set(ENDS) & set(text[:least]) for text in outputs)
     free = engine(target).generate(PROMPTS, max_new_tokens=40)
-    assert (free.tokens != want) == (least > 0)
+    assert (free.tokens != outputs) == (least > 0)
 
 
 def test_stop_ids_of_a_call_are_barred_and_others_are_not():
@@ -68,8 +70,8 @@ def test_stop_ids_of_a_call_are_barred_and_others_are_not():
     assert all(5 not in text[:9] for text in out.tokens) and any(3 in text[:9] for text in out.tokens)
 
 
-@pytest.mark.parametrize("law", Law)
-def test_sampled_texts_follow_the_targets_law_without_the_ends(law):
+@pytest.mark.parametrize("children", ChildChoice)
+def test_sampled_texts_follow_the_targets_law_without_the_ends(children):
     n, vocab, prompt = 12_000, 6, [1, 2]
     target, sampling = ToyTarget(vocab, eos=(4,)), Sampling(temperature=1.0, top_p=0.9, seed=11)
 
@@ -86,7 +88,7 @@ def test_sampled_texts_follow_the_targets_law_without_the_ends(law):
         max_new_tokens=3,
         min_new_tokens=2,
         sampling=sampling,
-        shape=TreeShape((2, 3), law),
+        shape=TreeShape((2, 3), children),
     )
     texts = list(product(range(vocab), repeat=3))
     p = torch.tensor([masked(text) for text in texts], dtype=torch.float64)

@@ -18,7 +18,7 @@ from longtrain.methods import policies
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 from .micro import TARGETS, prompts_of, snapkv, target
 
@@ -30,23 +30,28 @@ def ending_at(*ids: int) -> Target:
     return model
 
 
-def run_of(model: Target, prompts: list[list[int]], watch=None, extra=0, new=0) -> PromptRun:
+def run_of(model: Target, prompts: list[list[int]], hook=None, extra=0, new=0) -> PromptRun:
     lengths = tuple(map(len, prompts))
     cache = model.new_cache(len(prompts), max(lengths) + new, extra)
     tokens_BS, n_B = pad(prompts, model.device)
     pos_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    step = model.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, want=Want("last"), watch=watch)
+    step = model.forward(
+        TokenBatch(pos_BS, tokens_BS, n_B=n_B), cache, outputs=OutputRequest("last"), hook=hook
+    )
     cache.commit(None, n_B)
-    return PromptRun(model, cache, lengths, tokens_BS, n_B, step.logits_BTV[:, -1].argmax(-1), watch, new)
+    return PromptRun(model, cache, lengths, tokens_BS, n_B, step.logits_BTV[:, -1].argmax(-1), hook, new)
 
 
 def eager(model: Target, text: list[int]) -> tuple[Tensor, Tensor]:
     """Queries [L, H, S, D] and keys [L, G, S, D] of a text, alone."""
     seen = {}
     cache = model.new_cache(1, len(text), 0)
-    rows = Rows(torch.arange(len(text))[None], torch.tensor([text]))
+    rows = TokenBatch(torch.arange(len(text))[None], torch.tensor([text]))
     model.forward(
-        rows, cache, want=Want("none"), watch=lambda layer, q, k, v: seen.update({layer: (q[0], k[0])})
+        rows,
+        cache,
+        outputs=OutputRequest("none"),
+        hook=lambda layer, q, k, v: seen.update({layer: (q[0], k[0])}),
     )
     return tuple(torch.stack([seen[layer][i] for layer in sorted(seen)]) for i in (0, 1))
 
@@ -64,7 +69,7 @@ def attention(model: Target, text: list[int]) -> Tensor:
 def test_snapkv_keeps_what_an_eager_softmax_says(name):
     model, prompts, budget, W, kernel = target(name), prompts_of(60, 20, 35, 8), 24, 8, 5
     evictor = SnapKV(Budget(budget), window=W, kernel=kernel)
-    run = run_of(model, prompts, watch=evictor.watch(tuple(map(len, prompts))))
+    run = run_of(model, prompts, hook=evictor.hook(tuple(map(len, prompts))))
     scores, keep = evictor.scores(run), evictor.select(run)
     assert torch.equal(keep.idx_LBGK, evictor.select(run, scores).idx_LBGK)
     G, g = model.info.n_kv_heads, model.info.n_heads // model.info.n_kv_heads
@@ -108,7 +113,9 @@ def test_decode_is_plain_decoding_and_leaves_no_trace():
     root_B = run.root_B
     for _ in range(20):
         rows.append(root_B)
-        step = model.forward(Rows(room.len_B[:, None], root_B[:, None]), room, want=Want("last"))
+        step = model.forward(
+            TokenBatch(room.len_B[:, None], root_B[:, None]), room, outputs=OutputRequest("last")
+        )
         room.commit(None, torch.ones(3, dtype=torch.int64))
         root_B = step.logits_BTV[:, -1].argmax(-1)
     assert on_copy == torch.stack(rows, 1).tolist()
@@ -122,7 +129,7 @@ def test_decode_ends_where_texts_end():
     cut = [t[: min(t.index(e) for e in ends if e in t) + 1] for t in free]
     rows = AllQueries((30, 12, 21))
     run = run_of(model, prompts, extra=40)
-    assert run.decode(40, watch=rows) == cut and rows.rows == [len(t) for t in cut]
+    assert run.decode(40, hook=rows) == cut and rows.rows == [len(t) for t in cut]
     steps = rows._kept[0]
     assert max(len(t) for t in cut) <= len(steps) < 40  # it stopped early
     assert run.decode(40) == cut
@@ -133,7 +140,7 @@ def test_observers_give_what_an_eager_softmax_says(name):
     """Rows that follow the prompts, with the prompts' last rows or without; one prompt is shorter."""
     model, prompts, after, W = target(name), prompts_of(40, 25, 4), prompts_of(6, 2, 5), 5
     last, rows = LastQueries((40, 25, 4), W), AllQueries((40, 25, 4))
-    run = run_of(model, prompts, watch=last, extra=8)
+    run = run_of(model, prompts, hook=last, extra=8)
     run.follow(after, rows)
     assert run.cache.len_B.tolist() == [40, 25, 4]
     G, g = model.info.n_kv_heads, model.info.n_heads // model.info.n_kv_heads
@@ -158,7 +165,7 @@ def test_decoded_rows_observe_as_rows_that_follow():
     model, prompts = target(), prompts_of(30, 12)
     decoded, followed = AllQueries((30, 12)), AllQueries((30, 12))
     run = run_of(model, prompts, extra=9)
-    run.follow(run.decode(9, watch=decoded), followed)
+    run.follow(run.decode(9, hook=decoded), followed)
     torch.testing.assert_close(observed(run, decoded), observed(run, followed), atol=1e-12, rtol=1e-9)
 
 
@@ -173,7 +180,7 @@ def test_follow_wants_rows_for_every_prompt():
 
 def test_observed_rows_hold_no_more_than_themselves():
     """A view would keep every query of the prompt."""
-    watch = LastQueries((500,), 4)
-    run_of(target(), prompts_of(500), watch=watch)
-    for tensor in watch.layer(0):
+    hook = LastQueries((500,), 4)
+    run_of(target(), prompts_of(500), hook=hook)
+    for tensor in hook.layer(0):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from longtrain.decoding.sampling import HashCoins, Sampling, probs
+from longtrain.decoding.sampling import HashRng, Sampling, probs
 from longtrain.errors import ConfigError
 
 from .test_verify import reference_law
@@ -49,19 +49,19 @@ def test_settings_out_of_range_are_refused(wrong):
 def test_coins_know_nothing_of_the_batch():
     ids, pos = torch.tensor([5, 9, 2, 5]), torch.tensor([3, 3, 8, 4])
     weight = torch.rand(4, 11, generator=torch.Generator().manual_seed(0))
-    whole = HashCoins(7, ids)
+    whole = HashRng(7, ids)
     for row in range(4):
-        alone = HashCoins(7, ids[row : row + 1])
+        alone = HashRng(7, ids[row : row + 1])
         at = slice(row, row + 1)
         assert alone.uniform(pos[at], "a") == whole.uniform(pos, "a")[at]
         assert alone.draw(weight[at], pos[at], "a") == whole.draw(weight, pos, "a")[at]
-    others = [whole.uniform(pos, "b"), whole.uniform(pos + 1, "a"), HashCoins(8, ids).uniform(pos, "a")]
+    others = [whole.uniform(pos, "b"), whole.uniform(pos + 1, "a"), HashRng(8, ids).uniform(pos, "a")]
     assert all((whole.uniform(pos, "a") != other).all() for other in others)
     assert len(set(whole.uniform(pos, "a").tolist())) == 4
 
 
 def test_coins_are_the_same_in_every_process():
-    u = HashCoins(0, torch.tensor([0, 1])).uniform(torch.tensor([0, 1 << 40]), "target")
+    u = HashRng(0, torch.tensor([0, 1])).uniform(torch.tensor([0, 1 << 40]), "target")
     assert u.tolist() == [0.5800957114793691, 0.3309742188653455]
 
 
@@ -69,18 +69,18 @@ def test_coins_are_uniform_along_every_key():
     n, cells = 40_000, 50
     keys, one = torch.arange(n), torch.zeros(1, dtype=torch.int64)
     streams = {
-        "positions": HashCoins(1, torch.zeros(n, dtype=torch.int64)).uniform(keys, "target"),
-        "sequences": HashCoins(1, keys).uniform(torch.zeros_like(keys), "target"),
-        "both": HashCoins(1, keys // 200).uniform(keys % 200, "accept1"),
-        "seeds": torch.cat([HashCoins(s, one).uniform(one, "x") for s in range(2000)]),
-        "roles": torch.cat([HashCoins(1, one).uniform(one, f"draft{r}") for r in range(2000)]),
+        "positions": HashRng(1, torch.zeros(n, dtype=torch.int64)).uniform(keys, "target"),
+        "sequences": HashRng(1, keys).uniform(torch.zeros_like(keys), "target"),
+        "both": HashRng(1, keys // 200).uniform(keys % 200, "accept1"),
+        "seeds": torch.cat([HashRng(s, one).uniform(one, "x") for s in range(2000)]),
+        "roles": torch.cat([HashRng(1, one).uniform(one, f"draft{r}") for r in range(2000)]),
     }
     for name, u in streams.items():
         assert u.min() >= 0 and u.max() < 1
         counts = torch.histc(u, cells, 0, 1)
         assert stats.chisquare(counts.numpy()).pvalue > 1e-4, name
         assert abs(float(torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1])) < 4.5 / len(u) ** 0.5, name
-    pairs = torch.stack((streams["positions"], HashCoins(1, keys * 0).uniform(keys, "accept1")))
+    pairs = torch.stack((streams["positions"], HashRng(1, keys * 0).uniform(keys, "accept1")))
     assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4.5 / n**0.5
 
 
@@ -88,8 +88,8 @@ def test_draws_follow_the_weights_whatever_their_scale():
     n = 60_000
     weight = torch.tensor([0.0, 3.0, 0.0, 1e-3, 5.0, 2.0, 0.0])
     for scale in (1e-30, 1.0, 1e30):
-        coins = HashCoins(3, torch.arange(n))
-        drawn = coins.draw((weight * scale).expand(n, -1), torch.zeros(n).long(), "target")
+        rng = HashRng(3, torch.arange(n))
+        drawn = rng.draw((weight * scale).expand(n, -1), torch.zeros(n).long(), "target")
         counts = torch.bincount(drawn, minlength=7).double()
         assert counts[weight == 0].sum() == 0
         expected = (weight / weight.sum() * n).double()[weight > 0]
@@ -97,21 +97,21 @@ def test_draws_follow_the_weights_whatever_their_scale():
 
 
 def test_the_ends_of_the_coin_never_reach_a_zero_weight():
-    class Edge(HashCoins):
+    class Edge(HashRng):
         at = 0.0
 
         def uniform(self, pos_B, role):
             return torch.full(pos_B.shape, self.at, dtype=torch.float64)
 
-    coins = Edge(0, torch.zeros(1).long())
+    rng = Edge(0, torch.zeros(1).long())
     pos = torch.zeros(1).long()
     many = torch.rand(100_000, generator=torch.Generator().manual_seed(0)).tolist()  # totals beyond 2^53
     for weight in ([0, 0, 1, 2, 0], [0, 1e-20, 0], [1, 0, 0], [0, 0, 1], [1 / 3] * 3 + [0], [*many, 0]):
-        law = torch.tensor([weight], dtype=torch.float32)
+        children = torch.tensor([weight], dtype=torch.float32)
         for at in (0.0, 0.5, 1 - 2**-53):
-            coins.at = at
-            assert law[0, coins.draw(law, pos, "x")] > 0
-    assert coins.draw(torch.zeros(1, 5), pos, "x") == 4
-    assert coins.below(torch.tensor([1.0]), pos, "x") and not coins.below(torch.tensor([0.999]), pos, "x")
-    coins.at = 0.0
-    assert not coins.below(torch.tensor([0.0]), pos, "x")
+            rng.at = at
+            assert children[0, rng.draw(children, pos, "x")] > 0
+    assert rng.draw(torch.zeros(1, 5), pos, "x") == 4
+    assert rng.below(torch.tensor([1.0]), pos, "x") and not rng.below(torch.tensor([0.999]), pos, "x")
+    rng.at = 0.0
+    assert not rng.below(torch.tensor([0.0]), pos, "x")

@@ -16,8 +16,8 @@ LENGTHS = (11, 4, 7)
 
 def scores(*, L=2, G=3, S=11, values=4, seed=0):
     """Few different values, so that there are many ties."""
-    coins = torch.Generator().manual_seed(seed)
-    return torch.randint(values, (L, len(LENGTHS), G, S), generator=coins).float()
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(values, (L, len(LENGTHS), G, S), generator=rng).float()
 
 
 def kept(keep):
@@ -59,9 +59,9 @@ def test_all_equal_scores_keep_the_first():
 
 
 def test_a_budget_below_what_is_protected_is_refused():
-    with pytest.raises(ConfigError, match=r"budget of 3 rows is below the 4 .* set evict.budget_tokens=4"):
+    with pytest.raises(ConfigError, match=r"budget of 3 entries is below the 4 .* set evict.budget_tokens=4"):
         top(scores(), LENGTHS, Budget(3), protect_last=4)
-    with pytest.raises(ConfigError, match="budget of 3 rows is below the 5"):
+    with pytest.raises(ConfigError, match="budget of 3 entries is below the 5"):
         top_adaptive(scores(), LENGTHS, Budget(3), protect_last=4, protect_first=1)
     whole = kept(top(scores()[:, 1:2, :, :4], (4,), Budget(4), protect_last=32))  # it fits: nothing to refuse
     assert all(rows == [0, 1, 2, 3] for rows in whole.values())

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtrain.cache.row_sets import ReadBudget, choose_rows
+from longtrain.cache.entry_sets import ReadBudget, choose_entries
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.retrieval.scores import group_scores, head_weights, latent_scores
+from longtrain.decoding.retrieval.scores import group_scores, head_weights
 from longtrain.decoding.retrieval.selector import Selector
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
-from longtrain.evaluation.perplexity import foretold, read_contexts
+from longtrain.evaluation.perplexity import predicted_logits, read_contexts
 from longtrain.kernels.tree_attention.reference import masked_attention
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
@@ -34,7 +34,7 @@ class ByState(Selector):
     with shifted features knows. Two sets, the second by other numbers."""
 
     name = "by state"
-    want = Want(hidden=(0,))
+    outputs = OutputRequest(hidden=(0,))
 
     def __init__(self, budget, target):
         super().__init__(budget)
@@ -128,7 +128,7 @@ def by_hand(kind, prompt, target):
                 known = states(ids[:at])[1]
                 q_E = known[at - 1] + target.embed(torch.tensor(ids[at]))
                 scores = (known.sin() if (layer, g) != (0, 0) else known) @ q_E
-            idx = choose_rows(scores[None, None], torch.tensor([at]), budget)[0, 0, : min(at, budget.rows)]
+            idx = choose_entries(scores[None, None], torch.tensor([at]), budget)[0, 0, : min(at, budget.rows)]
             reads.setdefault((layer, at), {})[g] = (at, idx)
 
     for _ in range(NEW):
@@ -179,31 +179,31 @@ def test_sampled_speculation_with_point_drafts_repeats_the_sampled_text():
     warm = Sampling(temperature=0.9, seed=5)
     plain = generate(Parts(selector=made("state")), sampling=warm).tokens
     parts = Parts(draft=OracleDraft(micro(), noise=0.5), selector=made("state"))
-    assert generate(parts, sampling=warm, shape=TreeShape((2, 2), Law.POINT)).tokens == plain
+    assert generate(parts, sampling=warm, shape=TreeShape((2, 2), ChildChoice.POINT)).tokens == plain
 
 
 def test_what_does_not_go_together():
     rule = made("state")
-    with pytest.raises(ConflictError, match="evict rows"):
+    with pytest.raises(ConflictError, match="evict entries"):
         Engine(micro(), Parts(evictor=snapkv(20), selector=rule, name="both"))
     with pytest.raises(ConflictError, match="both bring the engine's selector"):
         Parts(selector=rule, name="a").merge(Parts(selector=rule, name="b"))
     with pytest.raises(ConfigError, match=r"select.every=1.*pass select.every=8"):
         once = made("state", replace(BUDGET, every=1))
         generate(Parts(draft=OracleDraft(micro()), selector=once))
-    with pytest.raises(ConflictError, match="DenseCache cannot read chosen rows"):
+    with pytest.raises(ConflictError, match="DenseCache cannot read selected ones"):
         generate(Parts(cache=micro().new_cache, selector=rule))
     with pytest.raises(ConflictError, match="the selector of 'head' does not update its state in place"):
         Engine(micro(), Parts(selector=rule, name="head"), capture=True).generate([[1]], max_new_tokens=2)
     with pytest.raises(ConfigError, match=r"the budget is 0.1 of the prompt"):
         rule.with_budget(Budget(ratio=0.1))
-    with pytest.raises(ConfigError, match="a budget of 6 rows, of which 2 sinks and the last 4"):
+    with pytest.raises(ConfigError, match="a budget of 6 entries, of which 2 sinks and the last 4"):
         rule.with_budget(Budget(6))
     assert rule.with_budget(Budget(9)).budget.rows == 9 and rule.budget.rows == 14
 
 
 def test_rules_for_kinds_of_attention():
-    """MHA, GQA, MQA and MLA against sums written out."""
+    """MHA, GQA and MQA against sums written out."""
     q, k = torch.randn(3, 8, 16), torch.randn(3, 4, 10, 16)
     visible = torch.arange(10) < torch.tensor([[10], [4], [1]])
     weights = head_weights(q, k, visible, scale=0.25)
@@ -215,12 +215,8 @@ def test_rules_for_kinds_of_attention():
     for groups in (8, 4, 1):
         found = group_scores(weights, groups)
         size = 8 // groups
-        want = torch.stack([weights[:, g * size : (g + 1) * size].max(1).values for g in range(groups)], 1)
-        assert torch.equal(found, want)
-    latent = torch.randn(3, 10, 16)
-    shared = latent_scores(q, latent, visible, scale=0.25)
-    each = head_weights(q, latent[:, None].expand(3, 8, 10, 16), visible, scale=0.25)
-    torch.testing.assert_close(shared, each.amax(1, keepdim=True))
+        outputs = torch.stack([weights[:, g * size : (g + 1) * size].max(1).values for g in range(groups)], 1)
+        assert torch.equal(found, outputs)
     with pytest.raises(ConfigError, match="8 query heads on 3 KV heads"):
         head_weights(q, k[:, :3], visible, scale=1.0)
     with pytest.raises(ConfigError, match="3 groups of 8 heads"):
@@ -235,7 +231,7 @@ def test_a_text_that_is_given_is_read_as_a_text_that_is_decoded(kind):
     found = {}
     parts = Parts(selector=made(kind))
     read = read_contexts(target, parts, PROMPTS, scored=texts)
-    for row, at, logits_TV in foretold(target, read, texts, selector=parts.selector):
+    for row, at, logits_TV in predicted_logits(target, read, texts, selector=parts.selector):
         found[row, at] = logits_TV.argmax(-1).tolist()
     for row, text in enumerate(texts):
         said = [token for (b, _), tokens in sorted(found.items()) if b == row for token in tokens]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtrain.decoding.roles import Law, TokenTree, Verdict
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.roles import ChildChoice, TokenTree, Verdict
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.tree import chain
 from longtrain.decoding.verify import verify
 from longtrain.errors import ConfigError
@@ -42,10 +42,10 @@ def reference_law(logits: Tensor, sampling: Sampling) -> Tensor:
         kept = weight[: sampling.top_k or None] / weight[: sampling.top_k or None].sum()
         count = next(n for n in range(1, len(kept) + 1) if kept[:n].sum() >= sampling.top_p - 1e-15)
         kept = kept[:count] / kept[:count].sum()
-        law = [0.0] * len(row)
+        choice = [0.0] * len(row)
         for i, p in zip(order, kept.tolist(), strict=False):
-            law[i] = p
-        flat.append(law)
+            choice[i] = p
+        flat.append(choice)
     return torch.tensor(flat, dtype=torch.float64).reshape(logits.shape)
 
 
@@ -65,7 +65,9 @@ class Tables:
         return tables[len(path)][(row, *path)]
 
 
-def children(tables: Tables, row: int, parents: tuple[int, ...], law: Law) -> list[tuple[list[int], float]]:
+def children(
+    tables: Tables, row: int, parents: tuple[int, ...], choice: ChildChoice
+) -> list[tuple[list[int], float]]:
     """Every tree that a draft of this law draws in an instance, with its probability."""
     trees = [([0], 1.0)]
     for node in range(1, len(parents)):
@@ -77,10 +79,10 @@ def children(tables: Tables, row: int, parents: tuple[int, ...], law: Law) -> li
                 at = parents[at]
             q = tables.at(tables.q, row, tuple(path)).clone()
             siblings = [tokens[i] for i in range(1, node) if parents[i] == parents[node]]
-            if law is Law.POINT:
+            if choice is ChildChoice.POINT:
                 grown.append(([*tokens, int(q.argsort(descending=True, stable=True)[len(siblings)])], weight))
                 continue
-            if law is Law.NO_REPLACE:
+            if choice is ChildChoice.NO_REPLACE:
                 q[siblings] = 0
                 q = q / q.sum() if q.sum() > 0 else torch.eye(len(q), dtype=q.dtype)[0]  # padding: token 0
             grown += [([*tokens, t], weight * float(q[t])) for t in range(len(q)) if q[t] > 0]
@@ -91,18 +93,18 @@ def children(tables: Tables, row: int, parents: tuple[int, ...], law: Law) -> li
 def distance(
     tables: Tables,
     parents: tuple[int, ...],
-    law: Law,
+    choice: ChildChoice,
     sampling: Sampling,
     *,
     rule=verify,
-    label: Law | None = None,
+    label: ChildChoice | None = None,
 ) -> float:
     """Largest total variation, over instances, between the law of the emitted tokens and the target's."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
     levels, vocab = max(depth), tables.vocab
-    drawn = [(i, t, w) for i in range(tables.instances) for t, w in children(tables, i, parents, law)]
+    drawn = [(i, t, w) for i in range(tables.instances) for t, w in children(tables, i, parents, choice)]
     row_R = torch.tensor([i for i, _, _ in drawn])
     tokens_RN = torch.tensor([t for _, t, _ in drawn])
     weight_R = torch.tensor([w for _, _, w in drawn], dtype=torch.float64)
@@ -118,54 +120,54 @@ def distance(
         return torch.stack(nodes, 1)
 
     parents_RN = torch.tensor(parents).expand(len(drawn), -1)
-    tree = TokenTree(tokens_RN, parents_RN, torch.tensor(depth), label or law, gather(tables.q))
+    tree = TokenTree(tokens_RN, parents_RN, torch.tensor(depth), label or choice, gather(tables.q))
     logits_RNV, pos_R = gather(tables.logits), torch.full((len(drawn),), 7)
 
     found = [torch.zeros(tables.instances, vocab**n, dtype=torch.float64) for n in range(1, levels + 2)]
-    for weight, verdict in outcomes(lambda coins: rule(tree, logits_RNV, sampling, coins, pos_R), len(drawn)):
+    for weight, verdict in outcomes(lambda rng: rule(tree, logits_RNV, sampling, rng, pos_R), len(drawn)):
         tokens_RP = emitted(tree, verdict)
         for n in range(1, levels + 2):
             code = sum(tokens_RP[:, i] * vocab ** (n - 1 - i) for i in range(n))
             mass = weight * weight_R * (verdict.n_B == n)
             found[n - 1].view(-1).index_add_(0, row_R * vocab**n + code, mass)
-    law_IX, true_IX = found[0], tables.p[0]
+    probs_IX, true_IX = found[0], tables.p[0]
     for n in range(1, levels + 1):  # a shorter text goes on by the target's law
         following = tables.p[n].reshape(tables.instances, vocab**n, vocab)
-        law_IX = (law_IX[..., None] * following).flatten(1) + found[n]
+        probs_IX = (probs_IX[..., None] * following).flatten(1) + found[n]
         true_IX = (true_IX[..., None] * following).flatten(1)
-    assert torch.allclose(law_IX.sum(1), torch.ones(tables.instances, dtype=torch.float64))
-    return float((law_IX - true_IX).abs().sum(1).max() / 2)
+    assert torch.allclose(probs_IX.sum(1), torch.ones(tables.instances, dtype=torch.float64))
+    return float((probs_IX - true_IX).abs().sum(1).max() / 2)
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize(
-    ("law", "parents", "vocab", "instances"),
+    ("choice", "parents", "vocab", "instances"),
     [
-        *[(Law.POINT, parents, 5, 20) for parents in (CHAIN, STAR, FORK, FULL, RAGGED)],
-        *[(Law.IID, parents, 5, 6) for parents in (CHAIN, STAR)],
-        (Law.IID, FORK, 4, 3),
-        (Law.IID, FULL, 3, 2),
-        (Law.IID, RAGGED, 3, 2),
-        *[(Law.NO_REPLACE, parents, 5, 6) for parents in (CHAIN, STAR)],
-        (Law.NO_REPLACE, FORK, 5, 3),
-        (Law.NO_REPLACE, FULL, 3, 3),
-        (Law.NO_REPLACE, RAGGED, 4, 2),
+        *[(ChildChoice.POINT, parents, 5, 20) for parents in (CHAIN, STAR, FORK, FULL, RAGGED)],
+        *[(ChildChoice.IID, parents, 5, 6) for parents in (CHAIN, STAR)],
+        (ChildChoice.IID, FORK, 4, 3),
+        (ChildChoice.IID, FULL, 3, 2),
+        (ChildChoice.IID, RAGGED, 3, 2),
+        *[(ChildChoice.NO_REPLACE, parents, 5, 6) for parents in (CHAIN, STAR)],
+        (ChildChoice.NO_REPLACE, FORK, 5, 3),
+        (ChildChoice.NO_REPLACE, FULL, 3, 3),
+        (ChildChoice.NO_REPLACE, RAGGED, 4, 2),
     ],
 )
-def test_law_of_the_text_is_the_targets(law, parents, vocab, instances, sampling):
+def test_law_of_the_text_is_the_targets(choice, parents, vocab, instances, sampling):
     tables = Tables(instances, vocab, sampling)
-    assert distance(tables, parents, law, sampling) <= 1e-12
+    assert distance(tables, parents, choice, sampling) <= 1e-12
 
 
 def resample_from_p(
-    tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor
+    tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, rng: Rng, pos_B: Tensor
 ) -> Verdict:
     """Wrong: an argmax draft is accepted with p/q, and a rejected one replaced by a sample of p itself."""
     p = reference_law(logits_BNV, sampling)
     x = tree.tokens_BN[:, 1:]
     ratio = p[:, 0].gather(1, x)[:, 0] / tree.q_BNV[:, 0].gather(1, x)[:, 0]
-    ok = coins.below(ratio, pos_B, "accept")
-    after = coins.draw(torch.where(ok[:, None], p[:, 1], p[:, 0]), pos_B, "target")
+    ok = rng.below(ratio, pos_B, "accept")
+    after = rng.draw(torch.where(ok[:, None], p[:, 1], p[:, 0]), pos_B, "target")
     path = torch.stack((torch.zeros_like(after), ok.long()), 1)
     return Verdict(path, 1 + ok.long(), after)
 
@@ -174,15 +176,15 @@ def resample_from_p(
 def test_wrong_rules_are_seen(sampling):
     """Top-k children with the p/q ratio; no-replacement draws scored with all of q; resampling from p."""
     tables = Tables(30, 5, sampling)
-    assert distance(tables, STAR, Law.POINT, sampling, label=Law.IID) > 1e-3
-    assert distance(tables, STAR, Law.NO_REPLACE, sampling, label=Law.IID) > 1e-3
-    assert distance(tables, (-1, 0), Law.POINT, sampling, rule=resample_from_p) > 1e-3
+    assert distance(tables, STAR, ChildChoice.POINT, sampling, label=ChildChoice.IID) > 1e-3
+    assert distance(tables, STAR, ChildChoice.NO_REPLACE, sampling, label=ChildChoice.IID) > 1e-3
+    assert distance(tables, (-1, 0), ChildChoice.POINT, sampling, rule=resample_from_p) > 1e-3
 
 
 def test_the_walk_keeps_the_law_of_sampled_trees_too():
     """Following samples of p is lossless whatever the children are."""
     sampling = Sampling(temperature=1.0)
-    assert distance(Tables(4, 5, sampling), STAR, Law.IID, sampling, label=Law.POINT) <= 1e-12
+    assert distance(Tables(4, 5, sampling), STAR, ChildChoice.IID, sampling, label=ChildChoice.POINT) <= 1e-12
 
 
 def test_siblings_that_repeat_a_token():
@@ -205,18 +207,18 @@ def test_equal_laws_accept_everything_and_disjoint_laws_nothing():
     sampling = Sampling(temperature=1.0)
     logits = torch.randn(1, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     p = logits.softmax(-1)
-    for law, x in product((Law.IID, Law.NO_REPLACE), range(6)):
-        tree = chain(torch.tensor([[0, x, 5 - x]]), law=law, q_BNV=p)
+    for choice, x in product((ChildChoice.IID, ChildChoice.NO_REPLACE), range(6)):
+        tree = chain(torch.tensor([[0, x, 5 - x]]), children=choice, q_BNV=p)
         for weight, verdict in outcomes(lambda c, t=tree: verify(t, logits, sampling, c, torch.zeros(1)), 1):
             assert verdict.n_B.item() == 3 or weight.item() <= 1e-12
     logits[..., :3] = -1e9
     q = torch.tensor([0.2, 0.5, 0.3, 0, 0, 0], dtype=torch.float64).expand(1, 3, 6)
-    law = torch.zeros(6, dtype=torch.float64)
-    tree = chain(torch.tensor([[0, 1, 2]]), law=Law.IID, q_BNV=q)
+    choice = torch.zeros(6, dtype=torch.float64)
+    tree = chain(torch.tensor([[0, 1, 2]]), children=ChildChoice.IID, q_BNV=q)
     for weight, verdict in outcomes(lambda c: verify(tree, logits, sampling, c, torch.zeros(1)), 1):
         assert verdict.n_B.item() == 1 or weight.item() == 0
-        law[verdict.next_B] += weight
-    assert torch.allclose(law, logits[0, 0].softmax(-1), atol=1e-12)
+        choice[verdict.next_B] += weight
+    assert torch.allclose(choice, logits[0, 0].softmax(-1), atol=1e-12)
 
 
 def test_greedy_takes_the_deepest_matching_path_and_the_lowest_id_of_a_tie():
@@ -233,6 +235,6 @@ def test_greedy_takes_the_deepest_matching_path_and_the_lowest_id_of_a_tie():
 
 
 def test_a_sampled_tree_needs_its_law():
-    tree = chain(torch.tensor([[0, 1]]), law=Law.IID)
+    tree = chain(torch.tensor([[0, 1]]), children=ChildChoice.IID)
     with pytest.raises(ConfigError, match="without q_BNV"):
         verify(tree, torch.zeros(1, 2, 4), Sampling(), None, torch.zeros(1))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask, Tree
-from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import Coins, Sampling, probs
+from longtrain.decoding.roles import ChildChoice, TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import Rng, Sampling, probs
 from longtrain.decoding.tree import depths, positions, visible
 from longtrain.kernels.greedy import settle
 from longtrain.targets.info import TargetInfo
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 
 class ToyCache(KVCache):
@@ -69,16 +69,18 @@ class ToyTarget:
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> ToyCache:
         return ToyCache(batch, max_tokens, max_nodes, self.table_SVE.shape[-1])
 
-    def forward(self, rows: Rows, cache: ToyCache, *, want: Want, watch: None = None) -> TargetStep:
+    def forward(
+        self, rows: TokenBatch, cache: ToyCache, *, outputs: OutputRequest, hook: None = None
+    ) -> TargetStep:
         tail = self.table_SVE[rows.pos_BT % 97, rows.ids_BT]
         cache.write(0, tail[:, None], tail[:, None])
         state, _ = cache.attend(0, tail[:, None], mask=rows.mask, scale=1.0)
         logits = torch.sin(state[:, 0]) @ self.out_EV
-        if want.logits == "last" and rows.n_B is not None:
+        if outputs.logits == "last" and rows.n_B is not None:
             logits = logits[torch.arange(len(rows.n_B)), rows.n_B - 1][:, None]
         return TargetStep(logits)
 
-    def law(self, prompt: list[int], tokens: list[int], sampling: Sampling) -> float:
+    def children(self, prompt: list[int], tokens: list[int], sampling: Sampling) -> float:
         """Exact probability that `tokens` follow `prompt`."""
         text = [*prompt, *tokens]
         state = torch.stack([self.table_SVE[i % 97, t] for i, t in enumerate(text)]).cumsum(0)
@@ -101,9 +103,11 @@ class OracleDraft:
     drawn.
     """
 
-    def __init__(self, target: ToyTarget, *, noise: float = 1.0, law: Law | None = None, seed: int = 1):
-        self.want = Want()
-        self.target, self.noise, self.law = target, noise, law
+    def __init__(
+        self, target: ToyTarget, *, noise: float = 1.0, children: ChildChoice | None = None, seed: int = 1
+    ):
+        self.outputs = OutputRequest()
+        self.target, self.noise, self.children = target, noise, children
         gen = torch.Generator().manual_seed(seed)
         vocab = target.info.vocab_size
         self.blur_SV = torch.randn(89, vocab, generator=gen, dtype=torch.float64)
@@ -111,8 +115,8 @@ class OracleDraft:
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         self.cache = cache
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
-        batch, law = len(root_B), shape.law
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
+        batch, children = len(root_B), shape.children
         tokens, parents = root_B[:, None], torch.full((batch, 1), -1)
         score = torch.zeros(batch, 1, dtype=torch.float64)
         q = torch.zeros(batch, shape.n_nodes, self.target.info.vocab_size, dtype=torch.float64)
@@ -121,33 +125,33 @@ class OracleDraft:
         for level, width in enumerate(shape.widths):
             q_level = self._law(tokens, parents, depth_N, sampling)[:, first:]
             q[:, first : first + q_level.shape[1]] = q_level
-            if law is Law.POINT:
+            if children is ChildChoice.POINT:
                 joint = (score[..., None] + (q_level + 1e-9).log()).flatten(1)
                 score, index = joint.topk(width)
                 parent, token = index // q.shape[-1] + first, index % q.shape[-1]
             else:
-                parent, token = self._sample(q_level, width, law, coins, level, first)
+                parent, token = self._sample(q_level, width, children, rng, level, first)
             first = tokens.shape[1]
             tokens, parents = torch.cat((tokens, token), 1), torch.cat((parents, parent), 1)
-        return TokenTree(tokens, parents, depth_N, self.law or law, q)
+        return TokenTree(tokens, parents, depth_N, self.children or children, q)
 
     def _law(self, tokens: Tensor, parents: Tensor, depth_N: Tensor, sampling: Sampling) -> Tensor:
         tree = TokenTree(tokens, parents, depth_N[: tokens.shape[1]])
         pos = positions(tree, self.cache.len_B)
-        rows = Rows(pos, tokens, mask=Tree(visible(parents)))
-        logits = self.target.forward(rows, self.cache, want=Want(logits="all")).logits_BTV
+        rows = TokenBatch(pos, tokens, mask=Tree(visible(parents)))
+        logits = self.target.forward(rows, self.cache, outputs=OutputRequest(logits="all")).logits_BTV
         blurred = logits + self.noise * self.blur_SV[(pos * 7 + tokens * 3) % 89]
         return probs(blurred, sampling if not sampling.greedy else Sampling(temperature=1.0))
 
     def _sample(
-        self, q_BWV: Tensor, width: int, law: Law, coins: Coins, level: int, first: int
+        self, q_BWV: Tensor, width: int, children: ChildChoice, rng: Rng, level: int, first: int
     ) -> tuple[Tensor, Tensor]:
         left = q_BWV.clone()
         parents, tokens = [], []
         for child in range(width):
             parent = child % q_BWV.shape[1]
-            token = coins.draw(left[:, parent], self.cache.len_B + level + 1, f"draft{level}.{child}")
-            if law is Law.NO_REPLACE:
+            token = rng.draw(left[:, parent], self.cache.len_B + level + 1, f"draft{level}.{child}")
+            if children is ChildChoice.NO_REPLACE:
                 left[:, parent] = left[:, parent].scatter(1, token[:, None], 0.0)
             parents.append(torch.full_like(token, first + parent))
             tokens.append(token)
@@ -163,7 +167,7 @@ class OracleDraft:
         return None
 
 
-class EnumeratingCoins:
+class EnumeratingRng:
     """Coins whose k-th answer is fixed, the same in every row; `weight_B` is how probable the answers are."""
 
     def __init__(self, answers: list[int], batch: int) -> None:
@@ -189,14 +193,14 @@ class EnumeratingCoins:
         return torch.full((len(weight_BV),), answer)
 
 
-def outcomes(run: Callable[[Coins], object], batch: int) -> Iterator[tuple[Tensor, object]]:
+def outcomes(run: Callable[[Rng], object], batch: int) -> Iterator[tuple[Tensor, object]]:
     """Every outcome of `run`, with its probability in each row: an odometer over all answers of its coins."""
     answers: list[int] = []
     while True:
-        coins = EnumeratingCoins(answers, batch)
-        result = run(coins)
-        yield coins.weight_B, result
-        while answers and answers[-1] + 1 == coins.arity[len(answers) - 1]:
+        rng = EnumeratingRng(answers, batch)
+        result = run(rng)
+        yield rng.weight_B, result
+        while answers and answers[-1] + 1 == rng.arity[len(answers) - 1]:
             answers.pop()
         if not answers:
             return

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.stats import Stats
 from longtrain.decoding.tree import depths
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 TARGETS = ("llama_micro", "qwen3_micro")
 CHAIN, TREE = TreeShape((1, 1, 1, 1)), TreeShape((3, 4, 4, 2))
@@ -33,7 +33,7 @@ class Crib:
     """
 
     def __init__(self, target: Target, prompts: list[list[int]], plain: list[list[int]]) -> None:
-        self.want = Want()
+        self.outputs = OutputRequest()
         self.vocab = target.info.vocab_size
         longest = max(len(p) + len(t) for p, t in zip(prompts, plain, strict=True)) + 32
         texts = [(p + t + [0] * longest)[:longest] for p, t in zip(prompts, plain, strict=True)]
@@ -44,7 +44,7 @@ class Crib:
         self.cache = cache
         self.right_B = torch.linspace(0.3, 0.95, len(n_B))
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
         batch, pos_B = len(root_B), self.cache.len_B
         row_B = torch.arange(batch)
         tokens, parents = [root_B[:, None]], [torch.full((batch, 1), -1)]
@@ -60,7 +60,7 @@ class Crib:
             on_track_B = first + at_B
             tokens.append(token)
             parents.append(parent)
-        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), depths(shape), Law.POINT)
+        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), depths(shape), ChildChoice.POINT)
 
     def observe(self, tree: TokenTree, verdict: object, step: TargetStep) -> None:
         pass
@@ -141,6 +141,6 @@ def test_plain_text_is_the_argmax_of_one_long_forward(name):
     for prompt, tokens in zip(prompts, plain(name, torch.float64, 5, 64, Sampling()), strict=True):
         ids = torch.tensor([prompt + tokens])
         cache = model.new_cache(1, ids.shape[1], 1)
-        rows = Rows(torch.arange(ids.shape[1])[None], ids)
-        logits = model.forward(rows, cache, want=Want(logits="all")).logits_BTV
+        rows = TokenBatch(torch.arange(ids.shape[1])[None], ids)
+        logits = model.forward(rows, cache, outputs=OutputRequest(logits="all")).logits_BTV
         assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens

@@ -13,16 +13,19 @@ import pytest
 EVALUATED = ["lengths=[128]", "suite.prompts=1", "suite.bootstrap=10", "suite.speed_prompts=1"]
 SHORT = ["decode.max_new_tokens=4"]
 STEPS = ["trainer.max_steps=2"]
-HERE = ["target=tiny", "data=excerpt", "trainer=cpu", "method.offset_max_tokens=4096"]
+HERE = [
+    *("target=tiny", "data=excerpt", "trainer=cpu", "method.offset_max_tokens=4096"),
+    "data.stages=[{fraction: 1.0, sequence_tokens: 512, doc_tokens: 512}]",
+]
 """In the place of a target, data and GPUs that are not on this machine."""
 SMALLER = {
     "+recipe=quickstart": [*STEPS, *EVALUATED, *SHORT],
     "generate +recipe=quickstart": SHORT,
     "demo": [],
     "prepare +recipe=longspec_llama8b_anchor": HERE,
-    "train +recipe=longspec_llama8b_anchor": [*HERE, *STEPS, "trainer.rows_per_step=1"],
+    "train +recipe=longspec_llama8b_anchor": [*HERE, "trainer.max_steps=1", "trainer.sequences_per_step=1"],
     "export +recipe=longspec_llama8b_anchor": HERE,
-    "eval +recipe=longspec_llama8b_anchor": [*HERE, *EVALUATED, *SHORT],
+    "eval +recipe=longspec_llama8b_anchor": [*HERE, *EVALUATED, *SHORT, "suite.speed_prompts=0"],
     "plan +recipe=longspec_qwen3_8b_long": [],
     "generate target=tiny": SHORT,
     "bench suite=draft_memory": ["lengths=[64]", "suite.warmup=0", "suite.repeats=1"],

@@ -6,11 +6,11 @@ import pytest
 
 from longtrain import tables
 from longtrain.decoding.stats import Cycle
-from longtrain.evaluation.figures.acceptance import acceptance_of
-from longtrain.evaluation.figures.outcomes import figures_of, numbers_of
-from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
+from longtrain.evaluation.analysis.acceptance import acceptance_of
+from longtrain.evaluation.analysis.numbers import metrics_of, numbers_of
+from longtrain.evaluation.analysis.statistics import USUAL, Bootstrap
 from longtrain.evaluation.records import Record, Turn
-from longtrain.evaluation.suites.acceptance import FIGURES, retention
+from longtrain.evaluation.suites.acceptance import METRICS, retention
 
 
 def record(cycles, tokens) -> Record:
@@ -23,7 +23,7 @@ def test_texts_that_repeat_themselves_are_told_apart():
     records = [record([Cycle(1, 3, 3, 3, 4)], loop), record([Cycle(1, 3, 3, 0, 1)], fresh)]
     numbers = [numbers_of(one) for one in records]
     assert [one["repeated_tokens"] for one in numbers] == [8, 0]
-    found = figures_of(FIGURES, numbers, USUAL)
+    found = metrics_of(METRICS, numbers, USUAL)
     assert found["repeated"]["value"] == 8 / 32
     assert found["τ, not repetitive"]["value"] == 1.0 and found["τ, not repetitive"]["n"] == 1
 

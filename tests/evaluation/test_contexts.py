@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.data.packing.prepared import Prepared, PreparedWriter
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import (
     HeldOutText,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from longtrain import methods
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, ConflictError
@@ -20,6 +19,7 @@ from longtrain.evaluation.perplexity import (
 from longtrain.methods import policies
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
+from tests.helpers import HEADS_OF_64, attached
 
 TEXT = np.random.default_rng(0).integers(0, 97, 130).tolist()
 
@@ -67,7 +67,7 @@ def test_the_full_cache_gives_what_one_forward_of_each_window_gives(target, rows
         logits = target.head(hidden)[len(context) - 1 : -1]
         wanted = cross_entropy(logits, ids[len(context) :], reduction="sum")
         assert one.nats == pytest.approx(float(wanted), rel=1e-12)
-        assert (one.tokens, one.kept_rows) == (len(tokens), len(context))
+        assert (one.tokens, one.kept_entries) == (len(tokens), len(context))
     assert sum(one.tokens for one in found) == len(TEXT) - 1
 
 
@@ -79,10 +79,10 @@ def test_an_evicted_context_is_scored_like_tokens_that_come_one_by_one(target, p
     slow = [measure(target, parts, [a], scored=[b], rows=1)[0] for a, b in zip(contexts, scored, strict=True)]
     full = measure(target, Parts(), contexts, scored=scored)
     assert [one.nats for one in found] == pytest.approx([one.nats for one in slow], rel=1e-12)
-    assert [one.kept_rows for one in found] == [one.kept_rows for one in slow]
+    assert [one.kept_entries for one in found] == [one.kept_entries for one in slow]
     assert found[0] == full[0]  # the first window's context is one token: nothing to evict
     for one, whole in zip(found[1:], full[1:], strict=True):
-        assert one.kept_rows == 20 and whole.kept_rows == 48 and abs(one.nats - whole.nats) > 1e-6
+        assert one.kept_entries == 20 and whole.kept_entries == 48 and abs(one.nats - whole.nats) > 1e-6
 
 
 def later_nats(target, parts, context, tokens):
@@ -125,15 +125,12 @@ def test_a_cache_of_the_parts_own_is_used(target):
 @pytest.fixture(scope="module")
 def wide():
     """Heads of the size that a quantised cache needs."""
-    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
-    return random_target(shape, seed=0, dtype=torch.float64)
+    return random_target(HEADS_OF_64, seed=0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_quantised_cache_is_scored_whatever_the_step(wide, strict):
-    spec = methods.get("quantspec")
-    config = spec.config(draft=False, strict_flush=strict)
-    parts = spec.attach(spec.build(config, wide.info), wide, config, {})
+    parts = attached("quantspec", wide, draft=False, strict_flush=strict)
     text = np.random.default_rng(1).integers(0, 97, 1400).tolist()
     contexts, scored = [text[:300], text[:200], text[:517]], [text[300:470], text[200:330], text[517:523]]
     full = measure(wide, Parts(), contexts, scored=scored)

@@ -7,13 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longtrain import methods
-from longtrain.cache.row_sets import ReadBudget
-from longtrain.decoding.engine import Engine
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
-from longtrain.evaluation.recall import NEAR, SINKS, recall, roll_out
-from longtrain.methods.sparse.config import Config
-from longtrain.methods.sparse.spec import SPEC
+from longtrain.evaluation.recall import NEAR, SINKS, recall
 from longtrain.targets.shapes import shape_config
 from tests.decoding.micro import prompts_of
 from tests.decoding.micro import target as micro
@@ -122,38 +119,18 @@ def test_figures_are_those_of_eager_attention(every):
     prompts, given = zip(*((text[:PROMPT], text[PROMPT:]) for text in texts), strict=True)
     found = recall(micro(), selector, prompts, given)
     for one, maps_LHTT in zip(found, maps_of(texts), strict=True):
-        want = by_hand(maps_LHTT, every)
-        assert {name: one[name] for name in want} == pytest.approx(
-            want, abs=1e-6
+        expected = by_hand(maps_LHTT, every)
+        assert {name: one[name] for name in expected} == pytest.approx(
+            expected, abs=1e-6
         )  # eager's softmax is in fp32
-        assert one["gained"] == pytest.approx(want["far_read"] - want["window_read"])
-        assert one["shared_gap_share"] == pytest.approx(want["shared_share"] - one["window_share"])
-        assert one["own_gap"] == pytest.approx(want["own_read"] - want["window_read"])
+        assert one["gained"] == pytest.approx(expected["far_read"] - expected["window_read"])
+        assert one["shared_gap_share"] == pytest.approx(expected["shared_share"] - one["window_share"])
+        assert one["own_gap"] == pytest.approx(expected["own_read"] - expected["window_read"])
         assert sum(one[f"far_read_{layer}"] for layer in (0, 1)) / 2 == pytest.approx(one["far_read"])
-        assert want["window_read"] < want["far_read"] < want["own_read"] < want["oracle_read"]
-    later = recall(micro(), selector, prompts[:1], given[:1], skip=STEPS - 1)
-    assert later[0]["far_mass"] != found[0]["far_mass"] and not {"overlap", "lru_overlap"} & {*later[0]}
+        assert expected["window_read"] < expected["far_read"] < expected["own_read"] < expected["oracle_read"]
+    first = recall(micro(), selector, prompts[:1], [given[0][:1]])
+    assert first[0]["far_mass"] != found[0]["far_mass"] and not {"overlap", "lru_overlap"} & {*first[0]}
     assert selector.cache is None and not selector.budget.dense_layers
-
-
-def selector_of(rule, rows):
-    keys = {"budget_tokens": rows, "sinks": 2, "window": 4}
-    return SPEC.attach(None, micro(), Config(rule), keys)
-
-
-def test_a_rollout_is_what_the_engine_writes_and_its_sets_are_measured_there():
-    prompts = prompts_of(PROMPT, PROMPT)
-    quest = selector_of("quest", 40)
-    written, sets = roll_out(micro(), quest, prompts, 12, last=3)
-    assert written == Engine(micro(), quest).generate(prompts, max_new_tokens=12, ignore_eos=True).tokens
-    assert [int(one.since_B[0]) for one in sets] == [PROMPT + 9, PROMPT + 10, PROMPT + 11]
-    found = recall(micro(), quest.selector, prompts, written, skip=9, rolled=sets)
-    assert all(0 < one["rolled_read"] < one["far_mass"] for one in found)
-    assert [one["rolled_read"] for one in found] != [one["far_read"] for one in found]
-    window = selector_of("window", 90)
-    written, sets = roll_out(micro(), window, prompts, 12, last=3)
-    for one in recall(micro(), window.selector, prompts, written, skip=9, rolled=sets):
-        assert 0 < one["rolled_read"] == one["far_read"] == one["window_read"]
 
 
 def test_dense_layers_read_everything():
@@ -177,6 +154,9 @@ def test_a_head_is_told_the_states_of_the_whole_cache():
     (text,) = prompts_of(PROMPT + STEPS)
     (found,) = recall(target, selector, [text[:PROMPT]], [text[PROMPT:]])
     assert 0 < found["far_read"] < found["own_read"] and found["shared_read"] < found["own_read"]
-    (whole,) = recall(target, selector, [text[: PROMPT + 5]], [text[PROMPT + 5 :]])
-    (later,) = recall(target, selector, [text[:PROMPT]], [text[PROMPT:]], skip=5)
-    assert later == pytest.approx(whole, rel=1e-9)
+    more = {"total_read", "far_mass", "far_read", "own_read", "oracle_read"}
+    (first,) = recall(target, selector, [text[:PROMPT]], [text[PROMPT : PROMPT + 5]])
+    (later,) = recall(target, selector, [text[: PROMPT + 5]], [text[PROMPT + 5 :]])
+    for name in more:  # in two parts the second one's keys are those of one dense pass over the first
+        sums = 5 * first[name] + (STEPS - 5) * later[name]
+        assert sums == pytest.approx(STEPS * found[name], rel=1e-9), name

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import DataError
-from longtrain.evaluation.figures.outcomes import stretches_of
-from longtrain.evaluation.perplexity import foretold, measure, read_contexts
+from longtrain.evaluation.analysis.numbers import stretches_of
+from longtrain.evaluation.perplexity import measure, predicted_logits, read_contexts
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.rollouts import RolloutWriter, Steps, follow, stretches
 from longtrain.methods.sparse.config import Config
@@ -47,7 +47,7 @@ def test_the_first_token_of_its_own_is_where_free_decoding_departs(target, tmp_p
     places = []
     for text, own, steps in zip(written, free.tokens, found, strict=True):
         here = next((i for i, (a, b) in enumerate(zip(text.text, own, strict=True)) if a != b), NEW)
-        assert steps.figures([])["own_tokens"] == here
+        assert steps.metrics([])["own_tokens"] == here
         places.append(here)
     assert min(places) < NEW
     for steps in follow(target, Parts(), written, sampling):
@@ -61,7 +61,7 @@ def test_costs_are_those_of_perplexity(target, tmp_path):
 
     def laws(parts):
         read, found = read_contexts(target, parts, prompts, scored=texts), [[] for _ in texts]
-        for row, _, logits_TV in foretold(target, read, texts, selector=parts.selector):
+        for row, _, logits_TV in predicted_logits(target, read, texts, selector=parts.selector):
             found[row].append(logits_TV.double().log_softmax(-1))
         return [torch.cat(some) for some in found]
 
@@ -70,7 +70,7 @@ def test_costs_are_those_of_perplexity(target, tmp_path):
     for nats, steps, full_NV, own_NV in zip(
         costs, followed, laws(Parts()), laws(sparse(target)), strict=True
     ):
-        sums = steps.figures([])
+        sums = steps.metrics([])
         divergence = float((full_NV.exp() * (full_NV - own_NV)).sum())
         assert sums["nats"] == pytest.approx(nats.nats)
         assert sums["agreed"] == int((full_NV.argmax(-1) == own_NV.argmax(-1)).sum())
@@ -96,7 +96,7 @@ def test_stretches_double_and_become_records():
     assert stretches(4096, 256)[:3] == [(0, 256), (256, 512), (512, 1024)]
     assert stretches(40, 16) == [(0, 16), (16, 32), (32, 40)] and stretches(8, 16) == [(0, 8)]
     steps = Steps([1.0, 2.0, 3.0], [True, False, True], [0.0, 0.5, 0.25], [True, True, False])
-    measures = steps.figures([(0, 2), (2, 4), (4, 8)])
+    measures = steps.metrics([(0, 2), (2, 4), (4, 8)])
     assert measures["own_tokens"] == 2 and measures["nats"] == 6 and measures["agreed"] == 2
     parts = stretches_of(Record("s", "t", "e", {"kind": "book"}, score=2 / 3, measures=measures))
     assert [(one.facets, one.score) for one in parts] == [({"position": 2}, 0.5), ({"position": 4}, 1.0)]

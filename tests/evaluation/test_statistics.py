@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from longtrain.errors import DataError
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.outcomes import reading_of
-from longtrain.evaluation.figures.statistics import (
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.numbers import scale_of
+from longtrain.evaluation.analysis.statistics import (
     LEAST,
     Bootstrap,
     Interval,
@@ -253,5 +253,5 @@ def test_a_difference_stays_within_what_two_scores_can_differ_by() -> None:
 
 def test_an_acceptance_length_is_at_least_one() -> None:
     records = [{"one": 1.0, "cycles": 4.0, "cycle_tokens": tokens} for tokens in (4.0, 8.0)]
-    found = reading_of({"name": ACCEPTANCE, "maximum": None}).mean([records], Bootstrap())
+    found = scale_of({"name": ACCEPTANCE, "maximum": None}).mean([records], Bootstrap())
     assert found.value == 1.5 and found.low == 1.0 and found.high > 2.0

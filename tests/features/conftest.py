@@ -6,7 +6,7 @@ import pytest
 import torch
 from feature_rows import BOUNDS, WANT, Reader
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.features.forms import Form
 from longtrain.features.shards import FeatureFiles
 from longtrain.features.target import StoredTarget
@@ -26,8 +26,8 @@ def target():
 @pytest.fixture
 def batch():
     """The last document is padding: it has no labels."""
-    coins = torch.Generator().manual_seed(3)
-    ids_T = torch.randint(2, 97, (BOUNDS[-1],), generator=coins)
+    rng = torch.Generator().manual_seed(3)
+    ids_T = torch.randint(2, 97, (BOUNDS[-1],), generator=rng)
     mask_T = torch.ones(len(ids_T), dtype=torch.bool)
     mask_T[list(BOUNDS[:-1])] = False
     mask_T[BOUNDS[-2] :] = False
@@ -39,10 +39,10 @@ def batch():
 def ask(tmp_path):
     """`ask(target, batch)`: the row by features in a folder, which is closed afterwards."""
 
-    def make(target, batch, *, form=Form(), compute=True, want=WANT, pos_T=None, folder=tmp_path / "f"):  # noqa: B008
+    def make(target, batch, *, form=Form(), compute=True, outputs=WANT, pos_T=None, folder=tmp_path / "f"):  # noqa: B008
         shards = FeatureFiles(folder)
         stand_in = StoredTarget(target, shards, form, compute=compute)
-        reader = Reader(stand_in, want, pos_T)
+        reader = Reader(stand_in, outputs, pos_T)
         stand_in.follow(reader)
         try:
             return reader(batch)

@@ -15,9 +15,9 @@ from longtrain.features.forms import Form
 from longtrain.features.settings import FeatureSettings
 from longtrain.features.shards import FeatureFiles
 from longtrain.jobs.features import stored
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
-WANT = Want("none", hidden=(0, 1, -1))
+WANT = OutputRequest("none", hidden=(0, 1, -1))
 """Of two layers: the first, the last before the final norm, and the LM head's input."""
 
 
@@ -67,8 +67,8 @@ def test_a_dump_serves_as_features(tmp_path, target, batch, states, ask, write, 
     features = FeatureFiles(tmp_path / "f")
     assert dumps.take(tmp_path / "dump", features, target, form=Form(), layers=layers) == BOUNDS[3]
     features.close()
-    want = Want("none", hidden=(*layers, -1))
-    read = ask(target, batch, compute=False, want=want)
+    outputs = OutputRequest("none", hidden=(*layers, -1))
+    read = ask(target, batch, compute=False, outputs=outputs)
     truth = target.packed(batch.ids_T, positions(BOUNDS), BOUNDS, WANT)
     assert torch.equal(read.hidden[0][: BOUNDS[3]], truth.hidden[0][: BOUNDS[3]])
     torch.testing.assert_close(

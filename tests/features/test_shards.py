@@ -24,7 +24,7 @@ def some(number, tokens=50):
 def filled(folder, numbers, *, rank=0, shard_bytes=1 << 20):
     shards = FeatureFiles(folder, rank=rank, shard_bytes=shard_bytes)
     for number in numbers:
-        shards.add(f"{number:040d}", some(number), kind="row", want="kv=1", name=f"doc{number}")
+        shards.add(f"{number:040d}", some(number), kind="row", outputs="kv=1", name=f"doc{number}")
     return shards
 
 
@@ -56,7 +56,7 @@ def test_a_flipped_bit_names_the_shard_and_the_document(tmp_path):
 
 def test_a_deleted_shard_is_filled_again_and_a_kill_loses_what_was_not_written(tmp_path):
     shards = filled(tmp_path, range(6), shard_bytes=5000)  # two documents a shard
-    shards.add(f"{9:040d}", some(9), kind="row", want="kv=1", name="doc9")
+    shards.add(f"{9:040d}", some(9), kind="row", outputs="kv=1", name="doc9")
     assert len(shards) == 7
     del shards  # a kill: nothing is closed
     with (tmp_path / "rank0.jsonl").open("ab") as torn:
@@ -65,7 +65,7 @@ def test_a_deleted_shard_is_filled_again_and_a_kill_loses_what_was_not_written(t
     (tmp_path / "rank0-000001.safetensors").unlink()
     again = FeatureFiles(tmp_path)
     assert len(again) == 4 and f"{2:040d}" not in again
-    again.add(f"{2:040d}", some(2), kind="row", want="kv=1", name="doc2")
+    again.add(f"{2:040d}", some(2), kind="row", outputs="kv=1", name="doc2")
     again.close()
     after = FeatureFiles(tmp_path)
     assert len(after) == 5 and (after.read(f"{2:040d}", "doc2")["k.1"] == 2).all()
@@ -101,7 +101,7 @@ def test_ranks_write_files_of_their_own_and_read_all(tmp_path):
     two.close()
     again = [FeatureFiles(tmp_path, rank=rank) for rank in (0, 1)]
     assert all(len(shards) == 2 and shards.many for shards in again)
-    again[1].add(f"{5:040d}", some(5), kind="row", want="kv=1", name="doc5")
+    again[1].add(f"{5:040d}", some(5), kind="row", outputs="kv=1", name="doc5")
     again[1].flush()
     assert f"{5:040d}" not in again[0]
     again[0].look()

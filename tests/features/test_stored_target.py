@@ -12,23 +12,23 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.features.forms import Form, from_8_bits, in_8_bits
 from longtrain.features.shards import FeatureFiles
 from longtrain.features.target import StoredTarget
-from longtrain.losses import top_law
-from longtrain.targets.step import Want
+from longtrain.losses import top_tokens
+from longtrain.targets.step import OutputRequest
 
 LABELLED = slice(0, BOUNDS[-2])
 
 
-def same(got, want, rows=LABELLED):
-    assert torch.equal(got.hidden[-1][rows], want.hidden[-1][rows])
-    for one, other in zip(got.kv[1], want.kv[1], strict=True):
+def same(got, outputs, rows=LABELLED):
+    assert torch.equal(got.hidden[-1][rows], outputs.hidden[-1][rows])
+    for one, other in zip(got.kv[1], outputs.kv[1], strict=True):
         assert torch.equal(one[rows], other[rows])
 
 
 def test_bf16_gives_the_same_bits(family, batch, ask):
-    want = family.packed(batch.ids_T, positions(BOUNDS), BOUNDS, WANT)
-    same(ask(family, batch), want)
+    outputs = family.packed(batch.ids_T, positions(BOUNDS), BOUNDS, WANT)
+    same(ask(family, batch), outputs)
     read = ask(family, batch, compute=False)
-    same(read, want)
+    same(read, outputs)
     assert not read.hidden[-1][BOUNDS[-2] :].any()  # padding is not stored
 
 
@@ -40,8 +40,8 @@ def test_documents_may_move_and_meet_others(family, batch, ask):
     moved = replace(batch, ids_T=batch.ids_T[picks], loss_mask_T=batch.loss_mask_T[picks], bounds=bounds)
     pos_T = positions(bounds) + 1000
     got = ask(family, moved, compute=False, pos_T=pos_T)
-    want = family.packed(moved.ids_T, pos_T, bounds, WANT)
-    for one, other in zip((*got.kv[1], got.hidden[-1]), (*want.kv[1], want.hidden[-1]), strict=True):
+    outputs = family.packed(moved.ids_T, pos_T, bounds, WANT)
+    for one, other in zip((*got.kv[1], got.hidden[-1]), (*outputs.kv[1], outputs.hidden[-1]), strict=True):
         assert (one - other).norm() < 0.02 * other.norm()  # bf16 at other positions
     unturned = ask(family, moved, compute=False).kv[1][0]
     assert (got.kv[1][0] - unturned).abs().max() > 0.2  # the positions do count
@@ -56,9 +56,9 @@ def test_what_is_missing_alone_is_computed(target, batch, ask, tmp_path):
         def __getattr__(self, name):
             return getattr(target, name)
 
-        def packed(self, ids_T, pos_T, bounds, want):
+        def packed(self, ids_T, pos_T, bounds, outputs):
             seen.append(bounds)
-            return target.packed(ids_T, pos_T, bounds, want)
+            return target.packed(ids_T, pos_T, bounds, outputs)
 
     got = ask(Counting(), batch)
     assert seen == [(0, 27)]
@@ -90,7 +90,7 @@ def test_other_forms_train_on_what_they_store(target, batch, ask, form):
         torch.testing.assert_close(one[LABELLED], truth[LABELLED], rtol=0.02, atol=0.04)
     assert (-1 in read.hidden) == (form.top_k == 0)
     if form.top_k:
-        law = top_law(whole.hidden[-1], target.head_weight, 7)
+        law = top_tokens(whole.hidden[-1], target.head_weight, 7)
         assert torch.equal(read.top.ids_TK[LABELLED], law.ids_TK[LABELLED])
         torch.testing.assert_close(read.top.logp_TK[LABELLED], law.logp_TK[LABELLED], rtol=1e-3, atol=0)
 
@@ -121,10 +121,10 @@ def test_passes_that_cannot_be_stored_are_refused_in_a_line(target, batch, ask, 
     with pytest.raises(
         ConfigError, match=r"hold hidden=-1 kv=1, and this method asks for kv=1; pass features.folder"
     ):
-        ask(target, batch, want=Want("none", stop_at_layer=1, kv=(1,)))
+        ask(target, batch, outputs=OutputRequest("none", stop_at_layer=1, kv=(1,)))
     stand_in = StoredTarget(target, FeatureFiles(tmp_path / "f"), Form(), compute=True)
     with pytest.raises(ConfigError, match=r"watches every layer.*features=online"):
-        stand_in.packed(batch.ids_T, positions(BOUNDS), BOUNDS, WANT, watch=lambda *_: None)
+        stand_in.packed(batch.ids_T, positions(BOUNDS), BOUNDS, WANT, hook=lambda *_: None)
 
 
 def test_a_second_question_about_a_row_goes_to_the_target_itself(target, batch, tmp_path):

@@ -73,7 +73,7 @@ def _in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attacked(kind: str, victim: Victim, sound: Path, whole: Any, coins: random.Random) -> Case | None:
+def attacked(kind: str, victim: Victim, sound: Path, whole: Any, rng: random.Random) -> Case | None:
     """One case: a copy of a sound folder, one file of it attacked, and read.
 
     Args:
@@ -81,7 +81,7 @@ def attacked(kind: str, victim: Victim, sound: Path, whole: Any, coins: random.R
         victim: how it is read.
         sound: a folder that nobody changes.
         whole: what is read of it.
-        coins: chooses the file and what is done to it.
+        rng: chooses the file and what is done to it.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "x"
@@ -91,21 +91,21 @@ def attacked(kind: str, victim: Victim, sound: Path, whole: Any, coins: random.R
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not any(fnmatch(path.name, one) for one in victim.unread)
         ]
-        path, name = coins.choice(files), coins.choice(sorted(ATTACKS))
-        done = ATTACKS[name](path, coins)
+        path, name = rng.choice(files), rng.choice(sorted(ATTACKS))
+        done = ATTACKS[name](path, rng)
         if not done:
             return None
         outcome, said = _outcome(victim, folder, whole)
         return Case(kind, name, f"{path.relative_to(folder)}: {done}", outcome, said)
 
 
-def played(kind: str, turn: int, coins: random.Random) -> Case | None:
+def played(kind: str, turn: int, rng: random.Random) -> Case | None:
     """One case of a scenario, if it is played in this turn."""
     scenario = SCENARIOS[kind]
     if turn % scenario.every:
         return None
     with tempfile.TemporaryDirectory() as place:
-        return Case(kind, *scenario.play(Path(place), coins))
+        return Case(kind, *scenario.play(Path(place), rng))
 
 
 def _outcome(victim: Victim, folder: Path, whole: Any) -> tuple[str, str]:
@@ -144,11 +144,11 @@ def run(kinds: Sequence[str], cases: int, seed: int) -> list[Case]:
         number = 0
         while len(found) < cases:
             kind = kinds[number % len(kinds)]
-            coins = random.Random(f"{seed}/{number}")
+            rng = random.Random(f"{seed}/{number}")
             if kind in SCENARIOS:
-                case = played(kind, number // len(kinds), coins)
+                case = played(kind, number // len(kinds), rng)
             else:
-                case = attacked(kind, VICTIMS[kind], *sound[kind], coins)
+                case = attacked(kind, VICTIMS[kind], *sound[kind], rng)
             number += 1
             if case is not None:
                 found.append(case)

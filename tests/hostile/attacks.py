@@ -13,52 +13,50 @@ Attack = Callable[[Path, random.Random], str]
 """Changes a file, and says what was done; empty: nothing could be."""
 
 
-def flip(path: Path, coins: random.Random) -> str:
+def flip(path: Path, rng: random.Random) -> str:
     """One bit is another."""
     content = bytearray(path.read_bytes())
     if not content:
         return ""
-    at, bit = coins.randrange(len(content)), coins.randrange(8)
+    at, bit = rng.randrange(len(content)), rng.randrange(8)
     content[at] ^= 1 << bit
     path.write_bytes(content)
     return f"bit {bit} of byte {at}"
 
 
-def cut(path: Path, coins: random.Random) -> str:
+def cut(path: Path, rng: random.Random) -> str:
     """The end is missing."""
     content = path.read_bytes()
     if not content:
         return ""
-    keep = coins.randrange(len(content))
+    keep = rng.randrange(len(content))
     path.write_bytes(content[:keep])
     return f"{keep} of {len(content)} bytes are left"
 
 
-def blank(path: Path, coins: random.Random) -> str:
+def blank(path: Path, rng: random.Random) -> str:
     """A stretch is zero, as after a crash of the file system."""
     content = bytearray(path.read_bytes())
     if not content:
         return ""
-    at = coins.randrange(len(content))
-    size = min(len(content) - at, coins.choice((1, 16, 512)))
+    at = rng.randrange(len(content))
+    size = min(len(content) - at, rng.choice((1, 16, 512)))
     content[at : at + size] = bytes(size)
     path.write_bytes(content)
     return f"{size} bytes from {at} are zero"
 
 
-def append(path: Path, coins: random.Random) -> str:
+def append(path: Path, rng: random.Random) -> str:
     """Something follows."""
-    more = coins.choice((b"\0", b"\n", b"garbage\n", b"{}\n", b"\xff\xfe"))
+    more = rng.choice((b"\0", b"\n", b"garbage\n", b"{}\n", b"\xff\xfe"))
     with path.open("ab") as stream:
         stream.write(more)
     return f"{more!r} follows"
 
 
-def replace(path: Path, coins: random.Random) -> str:
+def replace(path: Path, rng: random.Random) -> str:
     """Another thing stands in its place."""
-    what = coins.choice(
-        ("pipe", "device", "folder", "dangling link", "nothing", "empty", "deep", "not UTF-8")
-    )
+    what = rng.choice(("pipe", "device", "folder", "dangling link", "nothing", "empty", "deep", "not UTF-8"))
     path.unlink()
     if what == "pipe":
         os.mkfifo(path)
@@ -69,36 +67,36 @@ def replace(path: Path, coins: random.Random) -> str:
     elif what == "dangling link":
         path.symlink_to(path.with_name("not-there"))
     elif what != "nothing":
-        deep = coins.choice((b"[", b'{"a":')) * 50_000
+        deep = rng.choice((b"[", b'{"a":')) * 50_000
         path.write_bytes({"empty": b"", "deep": deep, "not UTF-8": b'{"a": "\xff"}\n'}[what])
     return f"{what} in its place"
 
 
-def edit(path: Path, coins: random.Random) -> str:
+def edit(path: Path, rng: random.Random) -> str:
     """A value of a JSON file, or of a line of one, is another, or a key is gone."""
     try:
         text = path.read_text()
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-        at = coins.randrange(len(lines))
+        at = rng.randrange(len(lines))
         value = json.loads(lines[at])
     except (ValueError, UnicodeDecodeError):
         return ""
-    said = _edit_value(value, coins)
+    said = _edit_value(value, rng)
     lines[at] = json.dumps(value)
     path.write_text("\n".join(lines) + "\n")
     return said
 
 
-def _edit_value(value: Any, coins: random.Random) -> str:
+def _edit_value(value: Any, rng: random.Random) -> str:
     places = list(_places(value))
     if not places:
         return ""
-    holder, key = coins.choice(places)
+    holder, key = rng.choice(places)
     before = holder[key]
-    if isinstance(holder, dict) and coins.random() < 0.25:
+    if isinstance(holder, dict) and rng.random() < 0.25:
         del holder[key]
         return f"key {key} is gone"
-    holder[key] = coins.choice(
+    holder[key] = rng.choice(
         [one for one in _others(before) if one != before or type(one) is not type(before)]
     )
     return f"{key}: {str(before)[:40]} -> {str(holder[key])[:40]}"

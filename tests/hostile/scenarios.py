@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from longtrain.artifact import Artifact
-from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter
+from longtrain.data.packing.prepared import PREPARED, Prepared, PreparedWriter
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.harness.ledger import Ledger
-from longtrain.folders import replaced_folder, settle
+from longtrain.evaluation.harness.results_journal import ResultsJournal
+from longtrain.folders import finish_replacement, replaced_folder
 from longtrain.settings import Name, convert
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
@@ -35,7 +35,7 @@ from tests.training import toy
 
 from .victims import hashed, module_artifact
 
-Told = tuple[str, str, str, str]
+TakesAnswers = tuple[str, str, str, str]
 """(attack, what exactly, outcome, what was said)."""
 
 FINE, REFUSED, BARE = 0, 3, 4
@@ -55,7 +55,7 @@ class Scenario:
         every: one turn in so many is played.
     """
 
-    play: Callable[[Path, random.Random], Told]
+    play: Callable[[Path, random.Random], TakesAnswers]
     every: int = 1
 
 
@@ -126,10 +126,10 @@ PARTS = (
 )
 
 
-def names(place: Path, coins: random.Random) -> Told:
+def names(place: Path, rng: random.Random) -> TakesAnswers:
     """A name leads to a folder below its own place, or is refused."""
-    what = coins.choice(("name=", "artifact="))
-    name = coins.choice(("", "/", "~/")) + "/".join(coins.choice(PARTS) for _ in range(coins.randint(1, 4)))
+    what = rng.choice(("name=", "artifact="))
+    name = rng.choice(("", "/", "~/")) + "/".join(rng.choice(PARTS) for _ in range(rng.randint(1, 4)))
     base = place / "runs"
     try:
         if what == "artifact=":
@@ -160,10 +160,10 @@ WAYS = (
 )
 
 
-def links(place: Path, coins: random.Random) -> Told:
+def links(place: Path, rng: random.Random) -> TakesAnswers:
     """An artifact is written where links and other people's files are; nothing of theirs changes."""
     one, two = _modules()
-    theirs, way = place / "theirs", coins.choice(WAYS)
+    theirs, way = place / "theirs", rng.choice(WAYS)
     (theirs / "thesis").mkdir(parents=True)
     (theirs / "thesis" / "text").write_text("years")
     folder = place / "checkpoints" / "x"
@@ -220,14 +220,14 @@ def _prepare(folder: Path, shift: int) -> None:
 
 
 def _first_id(folder: Path) -> int:
-    settle(folder)
+    finish_replacement(folder)
     return int(Prepared.open(folder).ids[0])
 
 
-def two_processes(place: Path, coins: random.Random) -> Told:
+def two_processes(place: Path, rng: random.Random) -> TakesAnswers:
     """Two processes write one name at once; what is there then is that of one of them, whole."""
-    what = coins.choice(("artifact", "data", "results"))
-    folder, waits = place / "x", [coins.random() * 0.02 for _ in range(2)]
+    what = rng.choice(("artifact", "data", "results"))
+    folder, waits = place / "x", [rng.random() * 0.02 for _ in range(2)]
     modules = _modules()
 
     def work(number: int) -> None:
@@ -237,14 +237,14 @@ def two_processes(place: Path, coins: random.Random) -> Told:
         elif what == "data":
             _prepare(folder, 7 * number)
         else:
-            with Ledger(folder, "full", {}) as ledger:
+            with ResultsJournal(folder, "full", {}) as journal:
                 for key in range(3):
-                    ledger.put(f"{number}:{key}", {"score": number})
+                    journal.put(f"{number}:{key}", {"score": number})
 
     children = [_forked(lambda number=number: work(number)) for number in range(2)]
     ends = [_end(child) for child in children]
     if what == "results":
-        done = set(Ledger(folder, "full", {}, write=False).done)
+        done = set(ResultsJournal(folder, "full", {}, write=False).done)
         wrote = {f"{n}:{key}" for n, end in enumerate(ends) if end == FINE for key in range(3)}
         right = FINE in ends and wrote <= done
     elif what == "data":
@@ -261,13 +261,13 @@ def two_processes(place: Path, coins: random.Random) -> Told:
     )
 
 
-def kills(place: Path, coins: random.Random) -> Told:
+def kills(place: Path, rng: random.Random) -> TakesAnswers:
     """A process is killed while it writes again and again.
 
     What is read then is that of the last write that had come back, or of the one after it, and whole.
     """
-    what, folder = coins.choice(("artifact", "data", "results", "checkpoints")), place / "x"
-    modules, seconds = _modules(), coins.random() * 0.08
+    what, folder = rng.choice(("artifact", "data", "results", "checkpoints")), place / "x"
+    modules, seconds = _modules(), rng.random() * 0.08
     done, tell = os.pipe()
 
     def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -279,8 +279,8 @@ def kills(place: Path, coins: random.Random) -> Told:
         elif what == "data":
             _prepare(folder, step)
         elif what == "results":
-            with Ledger(folder, "full", {}) as ledger:
-                ledger.put(str(step), {"score": step})
+            with ResultsJournal(folder, "full", {}) as journal:
+                journal.put(str(step), {"score": step})
         else:
             pieces = {checkpoint.WEIGHTS: pieces_of(tensors(step))}
             assert checkpoint.write(folder, {"step": step, "facts": {}}, pieces, writer=True) is None
@@ -291,7 +291,7 @@ def kills(place: Path, coins: random.Random) -> Told:
         if what == "data":
             return _first_id(folder)
         if what == "results":
-            return Ledger(folder, "full", {}, write=False).done
+            return ResultsJournal(folder, "full", {}, write=False).done
         path = checkpoint.find(folder, "auto")
         assert path is not None
         return checkpoint.read(path).step, hashed(checkpoint.trained_tensors(path))
@@ -338,12 +338,12 @@ def _push(folder: Path, url: str) -> None:
     Artifact.load(folder).push("org/draft")
 
 
-def push(place: Path, coins: random.Random) -> Told:
+def push(place: Path, rng: random.Random) -> TakesAnswers:
     """An upload ends in the middle: the Hub has all of a push or none, and the next one goes on."""
     folder = _modules()[0].save(place / "x")
-    hub, how = Hub(), coins.choice(("killed at a moment", "killed in an upload", "refused"))
+    hub, how = Hub(), rng.choice(("killed at a moment", "killed in an upload", "refused"))
     threading.Thread(target=hub.serve_forever, daemon=True).start()
-    seconds = coins.random() * 0.4
+    seconds = rng.random() * 0.4
     try:
         hub.refuse = how == "refused"
         child = _forked(lambda: _push(folder, hub.url))
@@ -411,10 +411,10 @@ def _ended(rank: Any) -> int | None:
     return int(rank.exitcode)
 
 
-def two_ranks(place: Path, coins: random.Random) -> Told:
+def two_ranks(place: Path, rng: random.Random) -> TakesAnswers:
     """One of two ranks that train together (gloo, CPU) is ended; the run goes on to the same weights."""
-    name = coins.choice(("SIGKILL", "SIGTERM"))
-    which, seconds = coins.randrange(2), coins.random() * 6
+    name = rng.choice(("SIGKILL", "SIGTERM"))
+    which, seconds = rng.randrange(2), rng.random() * 6
     running = _ranks(place, "sleep=0.05")
     time.sleep(seconds)
     if running[which].is_alive():

@@ -35,7 +35,7 @@ def test_a_scenario_can_fail(monkeypatch):
         self.done[key] = payload
         (self.folder / "x.0.jsonl").write_text("half of a li")
 
-    monkeypatch.setattr(scenarios.Ledger, "put", write)
+    monkeypatch.setattr(scenarios.ResultsJournal, "put", write)
     found = run(["kills"], 20, seed=1)
     assert {case.attack for case in found if case.outcome in WRONG} == {"results"}
 

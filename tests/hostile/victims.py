@@ -17,9 +17,9 @@ import torch
 from longtrain import methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.data.chat.prompts import Answers
-from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.data.packing.prepared import Prepared, PreparedWriter
 from longtrain.errors import ArtifactError
-from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.harness.results_journal import ResultsJournal
 from longtrain.features.shards import FeatureFiles
 from longtrain.files import write_files
 from longtrain.jobs import export
@@ -115,14 +115,14 @@ def _engine_folder(method: str, form: str, **fields: Any) -> Victim:
     return Victim(make, read, unread=("README.md",))
 
 
-def _make_ledger(folder: Path) -> None:
-    with Ledger(folder, "full", SETTINGS) as ledger:
+def _make_results_journal(folder: Path) -> None:
+    with ResultsJournal(folder, "full", SETTINGS) as journal:
         for number in range(6):
-            ledger.put(f"task:{number}", {"records": [{"score": number / 7, "tokens": [1, 2, number]}]})
+            journal.put(f"task:{number}", {"records": [{"score": number / 7, "tokens": [1, 2, number]}]})
 
 
-def _read_ledger(folder: Path) -> Any:
-    done = Ledger(folder, "full", SETTINGS, write=False).done
+def _read_results_journal(folder: Path) -> Any:
+    done = ResultsJournal(folder, "full", SETTINGS, write=False).done
     return [[key, done[key]] for key in done]
 
 
@@ -205,7 +205,7 @@ def _make_features(folder: Path) -> None:
         shards.claim()
         for number in (2 * rank, 2 * rank + 1):
             stored = {"k": torch.full((10, 2, 4), float(number)).bfloat16()}
-            shards.add(f"{number:040d}", stored, kind="row", want="kv=1", name=f"doc{number}")
+            shards.add(f"{number:040d}", stored, kind="row", outputs="kv=1", name=f"doc{number}")
         shards.close()
 
 
@@ -221,7 +221,7 @@ def _make_pickled(folder: Path) -> None:
 
 
 VICTIMS: dict[str, Victim] = {
-    "ledger": Victim(_make_ledger, _read_ledger, part=True),
+    "ledger": Victim(_make_results_journal, _read_results_journal, part=True),
     "answers": Victim(_make_answers, _read_answers, part=True),
     "prepared data": Victim(_make_prepared, _read_prepared),
     "checkpoints": Victim(_make_checkpoints, _read_checkpoints),

@@ -154,13 +154,13 @@ def generated() -> bool:
     with torch.no_grad(), press(budget=12)(model):
         out = model.generate(ids, max_new_tokens=n_new, do_sample=False, eos_token_id=None)
     cache, logits = prefill(ids, press(budget=12))
-    token, want = logits[:, -1:].argmax(-1), []
+    token, outputs = logits[:, -1:].argmax(-1), []
     for i in range(n_new):
-        want.append(int(token))
+        outputs.append(int(token))
         with torch.no_grad():
             places = torch.tensor([[ids.shape[1] + i]])
             token = model(token, past_key_values=cache, position_ids=places).logits[:, -1:].argmax(-1)
-    return out[0, ids.shape[1] :].tolist() == want
+    return out[0, ids.shape[1] :].tolist() == outputs
 
 
 @check
@@ -180,8 +180,8 @@ def asked_again() -> bool:
     ids = ids_of(job["prompts"][0])
     chunked = kvpress.ChunkKVPress(press(budget=8), chunk_length=10_000)
     whole, alone = prefill(ids)[0], prefill(ids, press(budget=8))[0]
-    found, want = kept(prefill(ids, chunked)[0], whole), kept(alone, whole)
-    return [[[sorted(head) for head in row] for row in layer] for layer in found] == want
+    found, outputs = kept(prefill(ids, chunked)[0], whole), kept(alone, whole)
+    return [[[sorted(head) for head in row] for row in layer] for layer in found] == outputs
 
 
 @check

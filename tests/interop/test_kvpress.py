@@ -189,8 +189,8 @@ def ran(
     (folder / "job.json").write_text(json.dumps(job))
     worker = Path(__file__).with_name("press_worker.py")
     call(interpreter, worker, folder / "job.json", folder / "result.json")
-    want = {"settings": settings, "longtrain": by_longtrain, "definition": by_definition}
-    return want, json.loads((folder / "result.json").read_text())
+    outputs = {"settings": settings, "longtrain": by_longtrain, "definition": by_definition}
+    return outputs, json.loads((folder / "result.json").read_text())
 
 
 def kept_of(fields: dict[str, Any], length: int) -> int:
@@ -201,13 +201,13 @@ def kept_of(fields: dict[str, Any], length: int) -> int:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("source", ["definition", "longtrain"])
 def test_keeps_what_the_definition_and_longtrain_keep(ran: tuple[dict, dict], source: str) -> None:
-    want, got = ran
-    for k, setting in enumerate(want["settings"]):
+    outputs, got = ran
+    for k, setting in enumerate(outputs["settings"]):
         for i, length in enumerate(LENGTHS):
-            assert got["selections"][i][k] == want[source][k][i], f"prompt of {length} tokens, {setting}"
+            assert got["selections"][i][k] == outputs[source][k][i], f"prompt of {length} tokens, {setting}"
     whole = [[list(range(LENGTHS[2]))] * 2]
     assert got["selections"][2][1] == [whole] * 3, "a prompt within the budget stays whole"
-    few = [got["selections"][0][k] for k in range(0, len(want["settings"]), len(SETTINGS))]
+    few = [got["selections"][0][k] for k in range(0, len(outputs["settings"]), len(SETTINGS))]
     assert all(few.count(one) == 1 for one in few), "the artifacts are too alike to tell them apart"
 
 

@@ -18,12 +18,12 @@ from longtrain.artifact.folder import Artifact
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.prefill import prefill
 from longtrain.methods.kvzap.config import Config
-from longtrain.methods.kvzap.modules import Foretelling, KVzap
+from longtrain.methods.kvzap.modules import KVzap, PredictedScores
 from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
-from longtrain.targets.step import Rows
-from tests.methods.kvzap.held import decoded, positions
+from longtrain.targets.step import TokenBatch
+from tests.methods.kvzap.held_back import decoded, positions
 
 THRESHOLD, WINDOW = 0.0, 8
 LENGTHS = ((61, 30), (40, 5), (6, 20))
@@ -52,9 +52,11 @@ def made(folder: Path, hidden_dim: int) -> tuple[Target, KVzap, list[list[list[i
 @torch.no_grad()
 def _well_scored(target: Target, module: KVzap) -> int:
     """A first token that nobody evicts: its scores are above the threshold in every layer and head."""
-    watch, ids_BT = Foretelling(module), torch.arange(2, 2000)[:, None]
-    target.forward(Rows(torch.zeros_like(ids_BT), ids_BT), target.new_cache(len(ids_BT), 1, 0), watch=watch)
-    lowest_B = torch.stack(watch.scores).amin((0, 2, 3))
+    hook, ids_BT = PredictedScores(module), torch.arange(2, 2000)[:, None]
+    target.forward(
+        TokenBatch(torch.zeros_like(ids_BT), ids_BT), target.new_cache(len(ids_BT), 1, 0), hook=hook
+    )
+    lowest_B = torch.stack(hook.scores).amin((0, 2, 3))
     assert lowest_B.max() > THRESHOLD + 0.1
     return 2 + int(lowest_B.argmax())
 

@@ -15,32 +15,18 @@ from test_vllm import VLLM
 
 import longtrain.integrations
 from longtrain.artifact import Artifact
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import target_from_model
+from tests.interop.recorder import Recorder
 
 pytestmark = pytest.mark.slow
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 97, "max_position_embeddings": 512}
 TOKENS, DRAFTED = 32, 4
-
-
-class Recorder:
-    """A draft that writes down what it proposes."""
-
-    def __init__(self, draft: Any) -> None:
-        self.draft, self.seen = draft, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.draft, name)
-
-    def propose(self, *args: Any) -> Any:
-        tree = self.draft.propose(*args)
-        self.seen.append(tree.tokens_BN[0, 1:].tolist())
-        return tree
 
 
 def trained(target, config, texts):

@@ -23,7 +23,7 @@ import pytest
 import torch
 from environments import Environment, run
 
-from longtrain.cache.row_sets import ReadBudget, choose_rows
+from longtrain.cache.entry_sets import ReadBudget, choose_entries
 from longtrain.methods.sparse.config import Config
 from longtrain.methods.sparse.rules import QuestRule, page_bounds
 
@@ -74,7 +74,7 @@ def ours(one: dict[str, Any], rows: int) -> torch.Tensor:
     budget, len_B = ReadBudget(rows, sinks=sinks, window=window), torch.full((B,), K)
     rule = QuestRule(budget, Config(rule="quest", page=one["page"]), SimpleNamespace())
     scores_BGS = rule.at_layer(0, q_BHTD, k_BGSD, len_B)
-    idx_BGK = choose_rows(scores_BGS, len_B, budget)[..., : min(rows, K)]
+    idx_BGK = choose_entries(scores_BGS, len_B, budget)[..., : min(rows, K)]
     return torch.zeros(B, G, S, dtype=torch.bool).scatter_(2, idx_BGK, True)[:, :, :K]
 
 

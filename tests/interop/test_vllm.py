@@ -17,12 +17,13 @@ from test_speculators import SHAPE, draft
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import TreeShape, usual_law
+from longtrain.decoding.roles import TreeShape, usual_children
 from longtrain.files import write_files
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
+from tests.interop.recorder import Recorder
 
 SHA256 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
 VLLM = Environment(
@@ -42,21 +43,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "flat": ("flat", {"fc_norm": True, "norm_output": True}),
     "flat, window": ("flat", {"window": 7, "depths": 4, "layers": [0, 4]}),
 }
-
-
-class Recorder:
-    """A draft that writes down what it proposes."""
-
-    def __init__(self, draft: Any) -> None:
-        self.draft, self.seen = draft, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.draft, name)
-
-    def propose(self, *args: Any) -> Any:
-        tree = self.draft.propose(*args)
-        self.seen.append(tree.tokens_BN[0, 1:].tolist())
-        return tree
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +79,7 @@ def test_vllm_drafts_what_our_engine_drafts(served: tuple[Path, Target], name: s
     parts = Artifact.load(path).attach(target)
     assert parts.draft is not None
     recorder: Any = Recorder(parts.draft)
-    shape = TreeShape((1,) * DRAFTED, usual_law((1,) * DRAFTED, sampled=False))
+    shape = TreeShape((1,) * DRAFTED, usual_children((1,) * DRAFTED, sampled=False))
     engine = Engine(target, dataclasses.replace(parts, draft=recorder))
     made = engine.generate([prompt], max_new_tokens=60, shape=shape, ignore_eos=True)
     assert made.tokens[0] == theirs["tokens"]

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain import cli, methods, provenance
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.methods.longspec.config import Config
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
@@ -40,7 +41,7 @@ def composed(tmp_path, target_folder):
 
         def make(job, *overrides):
             common = [f"target.path={target_folder}", "target.device=cpu", f"home={tmp_path}", "name=one"]
-            return compose(job, overrides=[*common, *overrides])
+            return RunConfig.from_hydra(compose(job, overrides=[*common, *overrides]))
 
         yield make
 

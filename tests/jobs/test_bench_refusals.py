@@ -29,7 +29,7 @@ BATCHES = r"suite.batches=\[.*\]; allowed: one or more different whole numbers f
         ),
         ("engine", "suite.shape=gpt9", "unknown shape 'gpt9'"),
         ("engine", "suite.baselines=[vllm]", r"suite.baselines=\['vllm'\]; allowed: a list, each hugging_"),
-        ("engine", "suite.cycles=some", "suite.cycles=some; allowed: a whole number"),
+        ("engine", "suite.repeats=some", "suite.repeats=some; allowed: a whole number"),
     ],
 )
 def test_settings_are_refused(composed, tmp_path, suite, override, words):
@@ -42,10 +42,10 @@ def test_settings_are_refused(composed, tmp_path, suite, override, words):
 def test_a_suite_measures_the_target_that_is_named(composed):
     """`shape=auto` is the named target's; a suite of published shapes refuses any other."""
     cfg = composed("bench", "suite=draft_memory")
-    assert bench_of("training").read(bench.plain(cfg.suite), bench.context_of(cfg)).shape["vocab_size"] == 256
+    assert bench_of("training").read(cfg.suite.values, bench.context_of(cfg)).shape["vocab_size"] == 256
     with pytest.raises(ConfigError, match=r"the named target has none of them; pass suite.shape= with"):
         bench.run(composed("bench", "suite=first_token"))
     more = ("lengths=[512]", "suite.draft_shape=llama32_1b")
     cfg = composed("bench", "suite=first_token", "target.path=null", "target.shape=llama31_8b", *more)
-    settings = bench_of("first_token").read(bench.plain(cfg.suite), bench.context_of(cfg))
+    settings = bench_of("first_token").read(cfg.suite.values, bench.context_of(cfg))
     assert settings.shape == "llama31_8b" and settings.lengths == (512,)

@@ -56,7 +56,7 @@ def test_bundled_artifacts_load_by_name_and_verify(name, tiny, tmp_path):
     assert not shown.fault and shown.results, shown.fault
 
 
-def test_the_demo_says_the_same_twice_and_answers_from_64_rows(run):
+def test_the_demo_says_the_same_twice_and_answers_from_64_entries(run):
     done = run("demo")
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "\x1b" not in done.stdout  # no terminal: brackets, no colour
@@ -66,11 +66,11 @@ def test_the_demo_says_the_same_twice_and_answers_from_64_rows(run):
     assert "[" in beside and "[1937204.]" not in beside
     tau = float(done.stdout.partition("acceptance length τ ")[2].partition(")")[0])
     assert tau > 1.3
-    kept = done.stdout.partition("cache evicted")[2].partition("== What follows")[0]
+    kept = done.stdout.partition("KV entries a head")[2].partition("== What follows")[0]
     assert "[" in kept and "mother so last week" in kept
     lines = done.stdout.partition("== What follows")[2].splitlines()[1:]
     texts = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
-    assert texts["64 rows, lookaheadkv"] == texts["whole cache"] != texts["64 rows, snapkv"]
+    assert texts["64 entries, lookaheadkv"] == texts["whole cache"] != texts["64 entries, snapkv"]
     assert "1937204" in texts["whole cache"]
 
 

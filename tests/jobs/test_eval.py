@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from omegaconf import OmegaConf
 
 from longtrain.artifact import Artifact
 from longtrain.artifact.evidence import Evidence
-from longtrain.decoding.roles import Law
+from longtrain.config import RunConfig
+from longtrain.decoding.roles import ChildChoice
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs.setup import shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import load_target, random_target
@@ -63,15 +62,15 @@ def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path,
     assert [task["task"] for task in draft["tasks"]] == ["64", "128"]
     for one, plain in zip(draft["tasks"], full["tasks"], strict=True):
         assert one["exactness"]["different"] == 0 and one["acceptance"]["tau"]["n"] == 4
-        assert one["figures"]["draft"]["value"] > 0 and one["figures"]["cache"]["value"] > 0
-        assert one["figures"]["repeated"] == plain["figures"]["repeated"]
-    assert draft["facts"]["law"] == "point" and draft["extra"]["documents"] == 2
+        assert one["metrics"]["draft"]["value"] > 0 and one["metrics"]["cache"]["value"] > 0
+        assert one["metrics"]["repeated"] == plain["metrics"]["repeated"]
+    assert draft["facts"]["children"] == "point" and draft["extra"]["documents"] == 2
     short, long = (task["acceptance"]["tau"]["value"] for task in draft["tasks"])
     assert draft["extra"]["retention"] == pytest.approx((long - 1) / (short - 1))
     kinds = {cell["facets"]["kind"]: cell["acceptance"]["n"] for cell in found["cells"] if cell["acceptance"]}
     assert kinds == {"book": 2, "code": 2}
     timings = json.loads((tmp_path / FOLDER / "timings.json").read_text())
-    assert timings["speed"][0]["figures"]["draft"]["ratio"] > 0
+    assert timings["speed"][0]["metrics"]["draft"]["ratio"] > 0
     assert "τ, not repetitive" in (tmp_path / FOLDER / "table.md").read_text()
     assert (tmp_path / FOLDER / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,8 +79,9 @@ def test_the_card_of_an_artifact_has_what_was_measured(run, artifact, tmp_path, 
     assert "was not evaluated" in (artifact / "README.md").read_text()
     run()
     assert "speed over plain decoding" in capsys.readouterr().out
-    assert "`full` is plain decoding on the whole cache." in (tmp_path / FOLDER / "table.md").read_text()
-    assert "ratios to `full`, plain decoding;" in (tmp_path / FOLDER / "speed.md").read_text()
+    table = (tmp_path / FOLDER / "table.md").read_text()
+    assert "The system full is plain decoding on the whole cache." in table
+    assert "ratios to full (plain decoding);" in (tmp_path / FOLDER / "speed.md").read_text()
     card = (artifact / "README.md").read_text()
     assert "was not evaluated" not in card and "suite=acceptance" in card and "draft" in card
     assert (
@@ -122,16 +122,16 @@ def test_several_artifacts_and_shapes_side_by_side(run, artifact, tmp_path, resu
     )
     outside = found["systems"][1]["tasks"][-1]
     assert (
-        outside["task"] == "attention" and 0 < outside["figures"]["attention outside the window"]["value"] < 1
+        outside["task"] == "attention" and 0 < outside["metrics"]["attention outside the window"]["value"] < 1
     )
-    assert not any("attention outside the window" in task["figures"] for task in found["systems"][0]["tasks"])
+    assert not any("attention outside the window" in task["metrics"] for task in found["systems"][0]["tasks"])
 
 
 def test_sampling_is_measured_too(run, results):
-    run("decode.temperature=1.0", "decode.law=iid", "suite.speed_prompts=0")
+    run("decode.temperature=1.0", "decode.children=iid", "suite.speed_prompts=0")
     found = results()
     assert found["protocol"]["settings"]["decoding"]["temperature"] == 1.0
-    assert found["systems"][1]["facts"]["law"] == "iid"
+    assert found["systems"][1]["facts"]["children"] == "iid"
     assert found["systems"][1]["tasks"][0]["exactness"] is None
 
 
@@ -158,7 +158,7 @@ def test_settings_of_a_system_name_the_key_they_were_typed_under(run):
         run("suite.systems=[{method: {name: sparse, rule: quest, chunk: 4}}]")
     with pytest.raises(ConfigError, match=r"^suite.systems: sparse: layer=77; allowed: 0 to \d"):
         run("suite.systems=[{name: sparse, rule: reused, layer: 77}]")
-    with pytest.raises(ConfigError, match=r"^select.every=4 and neither artifact= nor method= chooses rows"):
+    with pytest.raises(ConfigError, match=r"^select.every=4 and neither artifact= nor method= selects"):
         run("select.every=4")
 
 
@@ -170,7 +170,7 @@ def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run
     assert list(exact) == ["full", "draft", "snapkv@48", "draft+snapkv@48"]
     assert exact["draft"]["different"] == 0 and exact["snapkv@48"] is None
     assert exact["draft+snapkv@48"]["compared"] == 4
-    assert "snapkv@48 has no draft: its acceptance length says nothing here" in found["notes"]
+    assert "snapkv@48 has no draft: its acceptance length has no meaning here" in found["notes"]
 
 
 def test_a_method_without_training_needs_no_artifact(run, results):
@@ -201,7 +201,7 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
         ("suite.shapes=[[0,1]]", ConfigError, r"suite.shapes=\[\[0, 1\]\]; allowed: a list"),
         ("suite.shapes=4", ConfigError, r"suite.shapes=4; allowed: a list"),
         ("decode.temperature=hot", ConfigError, "decode.temperature=hot; allowed: a number"),
-        ("decode.law=luck", ConfigError, "decode.law=luck; allowed: auto, point, iid"),
+        ("decode.children=luck", ConfigError, "decode.children=luck; allowed: auto, point, iid"),
         ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
         ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),
         ("suite.kinds=[chat]", DataError, "kinds there: book, code"),
@@ -226,13 +226,13 @@ def test_artifact_for_another_target(run, tmp_path):
 
 
 def test_law_auto_samples_chains_where_decoding_samples() -> None:
-    def law(temperature: float, widths: list[int], name: str = "auto") -> Law:
-        decode = {"shape": widths, "law": name, "temperature": temperature}
-        return shape_from(OmegaConf.create({"decode": decode})).law
+    def children(temperature: float, widths: list[int], name: str = "auto") -> ChildChoice:
+        decode = {"shape": widths, "children": name, "temperature": temperature}
+        return RunConfig({"decode": decode}).decode.one_shape().children
 
-    assert law(0.0, [1, 1]) is Law.POINT
-    assert law(1.0, [1, 1]) is Law.IID
-    assert law(1.0, [2, 2]) is Law.POINT
-    assert law(1.0, [1, 1], "point") is Law.POINT
+    assert children(0.0, [1, 1]) is ChildChoice.POINT
+    assert children(1.0, [1, 1]) is ChildChoice.IID
+    assert children(1.0, [2, 2]) is ChildChoice.POINT
+    assert children(1.0, [1, 1], "point") is ChildChoice.POINT
     with pytest.raises(ConfigError, match="this job wants one for all"):
-        law(0.0, "auto")
+        children(0.0, "auto")

@@ -10,7 +10,7 @@ import pytest
 
 from longtrain.assets import asset_dir
 from longtrain.data.chat.prompts import Answers
-from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.harness.results_journal import ResultsJournal
 
 RECIPE = ["quickstart", "suite=longbench"]
 
@@ -80,7 +80,7 @@ def test_only_what_a_task_of_an_array_saved_itself_counts_as_its_progress(requeu
     text = Path("text.answers.jsonl")
     answers = {part: Answers(tmp_path / text, {}, part=(part, 16)).path.name for part in (2, 3, 12)}
     for part in answers:
-        Ledger(tmp_path / "eval", f"system {part}", {}, shard=part).close()
+        ResultsJournal(tmp_path / "eval", f"system {part}", {}, shard=part).close()
     finished = {part: next((tmp_path / "eval").glob(f"system-{part}-*")).name for part in answers}
     others = answers[3], answers[12], finished[3], finished[12]
     assert not requeued() and not requeued(*others, SLURM_ARRAY_TASK_ID="2")
@@ -112,8 +112,8 @@ def test_a_step_that_saves_is_ended_at_the_time_limit_only(tmp_path, end, lives)
 
 
 def test_alone_it_exports_and_evaluates(started):
-    want = ["python", "-m", "longtrain", "job=[export,eval]", "+recipe=quickstart", "suite=longbench"]
-    assert started(*RECIPE) == want
+    outputs = ["python", "-m", "longtrain", "job=[export,eval]", "+recipe=quickstart", "suite=longbench"]
+    assert started(*RECIPE) == outputs
 
 
 @pytest.mark.parametrize("part", ["0", "2", "7"])

@@ -10,7 +10,7 @@ from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
 from longtrain.assets import bundled_artifacts
-from longtrain.data.rows.prepared import PreparedWriter
+from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, TargetMismatchError
 from longtrain.files import sealed
 from longtrain.jobs import eval as evaluation
@@ -64,10 +64,7 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
     export.run(composed("export", "unverified=true"))  # the training is not lost
     lost = Artifact.load("one", home=tmp_path).provenance
     assert lost["unchecked"] == [about.name] and not lost["data"].get("name")
-    del made["sha256"]
-    about.write_text(json.dumps(made))  # as earlier versions wrote it
-    export.run(composed("export"))
-    assert Artifact.load("one", home=tmp_path).provenance["unchecked"] == [about.name]
+    assert "was damaged at export" in inspect(str(tmp_path / "checkpoints" / "one")).facts["unchecked"]
 
 
 def test_nothing_trained_under_this_name(composed):
@@ -226,7 +223,7 @@ def test_what_was_exported_is_pushed_with_what_its_run_measured_since(
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr("longtrain.artifact.folder.upload", lambda *where, **how: sent.append((where, how)))
-    monkeypatch.setattr(export, "load_target_from", None)  # no target is needed
+    monkeypatch.setattr(export, "load_target", None)  # no target is needed
     export.run(composed("export", "artifact=one", "push=org/one", "collection=org/All"))
     (((folder, repo), how),) = sent
     assert (folder, repo, how["private"]) == (tmp_path / "checkpoints" / "one", "org/one", True)
@@ -276,7 +273,7 @@ def test_a_comparison_that_fails_costs_nobody_the_training(
 ):
     """The artifact is on disk, marked with the numbers; eval and generate run it if asked to, and say so."""
     with monkeypatch.context() as patch:
-        patch.setattr("longtrain.artifact.golden.STRICT", -1.0)
+        patch.setattr("longtrain.artifact.golden.outputs.STRICT", -1.0)
         with pytest.raises(ArtifactError, match=r"is written but not verified: .*0.*longtrain inspect"):
             export.run(composed("export"))
         export.run(composed("export", "unverified=true"))  # which a list of jobs goes on from
@@ -312,7 +309,7 @@ def test_golden_outputs_that_cannot_be_recorded_cost_nobody_the_training(
         raise error("the draft does not sample its chain")
 
     with monkeypatch.context() as patch:
-        patch.setattr("longtrain.artifact.golden_laws._decode", fails)
+        patch.setattr("longtrain.artifact.golden.kinds._forced", fails)
         with pytest.raises(ArtifactError, match=r"is written but not verified: its golden outputs could not"):
             export.run(composed("export"))
     assert Artifact.load("one", home=tmp_path, unverified=True).golden is None

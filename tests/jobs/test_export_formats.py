@@ -70,7 +70,7 @@ def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, tar
     assert "model.safetensors" in inspect(str(folder)).fault
     (folder / "model.safetensors").write_bytes(whole)
     assert ("--speculative-draft-window-size 21" in card) == (form == "flat")
-    with pytest.raises(ArtifactError, match=r"foretells \d.* always drafting the commonest one gives"):
+    with pytest.raises(ArtifactError, match=r"predicts \d.* always drafting the commonest one gives"):
         export.run(composed("export", f"verify={folder}"))  # with the target: it was not trained
     export.run(composed("export", f"verify={folder}", "target.path=null"))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
@@ -94,8 +94,8 @@ def test_such_a_folder_decodes_in_the_place_of_an_artifact(composed, eagle, tmp_
     generate.run(composed("generate", *words))
     plain = capsys.readouterr().out
     generate.run(composed("generate", *words[:2], f"artifact={folder}"))
-    drafted, figures = capsys.readouterr()
-    assert drafted == plain and "acceptance length" in figures
+    drafted, metrics = capsys.readouterr()
+    assert drafted == plain and "acceptance length" in metrics
 
 
 def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):

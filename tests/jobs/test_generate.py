@@ -52,8 +52,8 @@ def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
 @pytest.mark.parametrize(
     ("words", "read"),
     [
-        ((), "at most 70 rows read a step (evict.budget_tokens) |"),
-        (("select.every=4",), "at most 73 rows read a step (evict.budget_tokens, select.every) |"),
+        ((), "at most 70 entries read a step (evict.budget_tokens) |"),
+        (("select.every=4",), "at most 73 entries read a step (evict.budget_tokens, select.every) |"),
         (("select.dense_layers=[1]",), "(evict.budget_tokens), all in layers 1 (select.dense_layers) |"),
     ],
     ids=str,
@@ -88,7 +88,10 @@ def test_a_shape_that_is_found_gives_the_text_of_plain_decoding(composed, artifa
         (("decode.menu=[[1,1]]",), r"a menu is for decode.shape=auto"),
         (("decode=auto", "decode.keep=4"), "decode.keep=4 and decode.shape=auto"),
         (("decode=tree", "decode.keep=0"), "decode.keep=0; allowed: a whole number, 1 or more"),
-        (("decode=auto", "decode.law=beam"), "decode.law=beam; allowed: auto, point, iid, no_replace"),
+        (
+            ("decode=auto", "decode.children=beam"),
+            "decode.children=beam; allowed: auto, point, iid, no_replace",
+        ),
     ],
 )
 def test_menus_that_are_none(words, complaint, composed, artifact):
@@ -101,7 +104,7 @@ def test_eviction_to_a_budget_and_what_it_saves(composed, plain_text, capsys):
     evict = ["evict=snapkv", "evict.budget_tokens=48", "evict.window=16"]
     generate.run(composed("generate", *NEW, f"prompt='{prompt}'", *evict))
     text, statistics = said(capsys)
-    assert f"kept 48 of {len(prompt)} rows | cache 0." in statistics and statistics.endswith(" before]")
+    assert f"kept 48 of {len(prompt)} entries | cache 0." in statistics and statistics.endswith(" before]")
     small, whole = (float(word) for word in statistics.rpartition("cache ")[2].split()[:3:2] if word != "MB,")
     assert small < whole / 2 and text != plain_text(prompt)
     generate.run(composed("generate", *NEW, f"prompt='{prompt}'", "evict=snapkv", "evict.budget_tokens=999"))
@@ -131,7 +134,7 @@ def test_an_eviction_artifact_takes_adaptive_budgets(composed, target_folder, tm
     asked = [*NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_tokens=24"]
     for adaptive in ("null", "false", "heads", "layers"):
         generate.run(composed("generate", *asked, f"evict.adaptive={adaptive}"))
-        assert f"kept 24 of {len(prompt)} rows" in said(capsys)[1]
+        assert f"kept 24 of {len(prompt)} entries" in said(capsys)[1]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +156,10 @@ def test_an_eviction_artifact_has_a_budget_where_none_is_given(
     generate.run(composed("generate", *asked))
     default, statistics = (line for line in capsys.readouterr().err.splitlines() if line)
     assert "evict.budget_tokens=128, since none is given" in default
-    assert f"kept 128 of {len(prompt)} rows" in statistics
+    assert f"kept 128 of {len(prompt)} entries" in statistics
     generate.run(composed("generate", *asked, "evict.budget_ratio=0.5"))
     (statistics,) = (line for line in capsys.readouterr().err.splitlines() if line)
-    assert f"kept {len(prompt) // 2} of {len(prompt)} rows" in statistics
+    assert f"kept {len(prompt) // 2} of {len(prompt)} entries" in statistics
 
 
 def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):
@@ -351,7 +354,7 @@ def test_nothing_from_a_stop_string_on_is_printed(capsys, stop, printed):
 
 @pytest.mark.parametrize("stop", ["foo", "[foo]"])
 def test_one_stop_string_needs_no_list(composed, stop):
-    assert generate._stop(composed("generate", f"stop={stop}")) == ["foo"]
+    assert composed("generate", f"stop={stop}").generate.stop == ("foo",)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +408,7 @@ def test_one_stop_string_needs_no_list(composed, stop):
         (
             ("prompt=a", "method=sparse", "evict.budget_tokens=99", "evict.window=8", "select.window=9"),
             ConfigError,
-            "^evict.window=8 and what runs chooses rows; pass select.window=8$",
+            "^evict.window=8 and what runs selects entries; pass select.window=8$",
         ),
         (
             ("prompt=a", "evict=snapkv", "+evict.sink=1"),
@@ -435,7 +438,7 @@ def test_bad_input_is_one_clear_error(composed, overrides, error, message):
 
 @pytest.mark.parametrize("shape", ["[1,x]", "[1,1.5]", "[1,0]", "4", "wide"])
 def test_a_shape_is_a_list_of_widths(composed, artifact, shape):
-    with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: a list"):
+    with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: auto or a list"):
         generate.run(composed("generate", "prompt=a", "artifact=draft", f"decode.shape={shape}"))
 
 

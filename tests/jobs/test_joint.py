@@ -12,7 +12,8 @@ import torch
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import bench, export, outline, plan, train
+from longtrain.jobs import bench, export, plan, train
+from longtrain.jobs.planning import run_plan
 from longtrain.methods.joint.objective import JointObjective
 from longtrain.targets.loading import load_target
 from longtrain.training import checkpoint, table
@@ -45,8 +46,8 @@ def words(text):
         "data.long_documents=truncate",
         "data.min_doc_tokens=8",
         "data.val_fraction=0.2",
-        "data.val_rows=2",
-        "data.stages=[{fraction: 1.0, row_tokens: 128, doc_tokens: 64}]",
+        "data.val_sequences=2",
+        "data.stages=[{fraction: 1.0, sequence_tokens: 128, doc_tokens: 64}]",
         "trainer=cpu",
         "trainer.max_steps=4",
         "trainer.accumulate_grad_batches=2",
@@ -137,9 +138,9 @@ def test_three_members_cut_short_resume_bit_for_bit_and_are_three_artifacts(
 def test_deepspeed_cannot_clip_members_apart(composed):
     zero = ["method=joint", "trainer=deepspeed_zero1"]
     with pytest.raises(ConfigError, match=r"pass trainer=ddp, or trainer.gradient_clip_val=null"):
-        outline.check_strategy(composed("train", *zero))
-    outline.check_strategy(composed("train", *zero, "trainer.gradient_clip_val=null"))
-    outline.check_strategy(composed("train", "method=eagle3", "trainer=deepspeed_zero1"))
+        run_plan.check_strategy(composed("train", *zero))
+    run_plan.check_strategy(composed("train", *zero, "trainer.gradient_clip_val=null"))
+    run_plan.check_strategy(composed("train", "method=eagle3", "trainer=deepspeed_zero1"))
 
 
 def test_plan_and_bench_know_it(composed, words, tmp_path):

@@ -6,18 +6,17 @@ import math
 import numpy as np
 import pytest
 
-from longtrain.data.rows.pack import plan_run
-from longtrain.data.rows.prepared import Prepared
+from longtrain.data.packing.pack import plan_run
+from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError
 from longtrain.features.forms import Form
 from longtrain.features.identity import Identity
 from longtrain.jobs import plan, prepare
-from longtrain.jobs.prepare import data_config
 
-STAGE = "data.stages=[{epochs: 2, row_tokens: 64, doc_tokens: 32}]"
+STAGE = "data.stages=[{epochs: 2, sequence_tokens: 64, doc_tokens: 32}]"
 
 
-@pytest.mark.parametrize("rows", ["trainer.accumulate_grad_batches=1", "trainer.rows_per_step=2"])
+@pytest.mark.parametrize("rows", ["trainer.accumulate_grad_batches=1", "trainer.sequences_per_step=2"])
 def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, monkeypatch, rows):
     for number in range(12):
         (text / f"more{number}.txt").write_text(f"Chapter {number}. " * 40)
@@ -35,7 +34,7 @@ def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, mon
 def test_rows_hold_as_many_documents_as_they_will(composed, tmp_path):
     """Of prepared data the fullest row counts; before, prompts of the usual length."""
     words = ["+recipe=lookaheadkv_tiny", "target.path=tiny", "data.answers=source", "data.questions=12"]
-    words += ["data.stages=[{steps: 2, row_tokens: 8192, doc_tokens: 4096}]"]
+    words += ["data.stages=[{steps: 2, sequence_tokens: 8192, doc_tokens: 4096}]"]
 
     def row():
         plan.run(composed("plan", *words, f"json={tmp_path / 'plan.json'}"))
@@ -47,8 +46,8 @@ def test_rows_hold_as_many_documents_as_they_will(composed, tmp_path):
     prepare.run(cfg)
     after = row()
     (folder,) = (tmp_path / "data").glob("lookaheadkv_tiny-????????")
-    data, stages = Prepared.open(folder), data_config(cfg).stages
-    rows = plan_run(data, stages, rows_per_step=before["rows_per_step"], seed=0, min_doc_tokens=64)
+    data, stages = Prepared.open(folder), cfg.stages
+    rows = plan_run(data, stages, sequences_per_step=before["sequences_per_step"], seed=0, min_doc_tokens=64)
     assert after["documents"] == np.diff(rows.row_ptr).max() > 8192 / 4096
     module = [one["memory_bytes"]["module"] for one in (before, after)]
     assert module[1] / module[0] == pytest.approx(after["documents"] / before["documents"])
@@ -71,7 +70,7 @@ def test_without_data_the_steps_are_not_known(composed, text, monkeypatch, capsy
 def test_no_times_on_a_processor_and_what_prepare_writes_is_told(composed, text, monkeypatch, capsys):
     tables = []
     monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
-    base = ("data=text", f"data.text={text}", "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]")
+    base = ("data=text", f"data.text={text}", "data.stages=[{steps: 3, sequence_tokens: 64, doc_tokens: 32}]")
     plan.run(composed("plan", "method=longspec", *base, "trainer.accelerator=cuda"))
     assert tables[-1][0]["hours"] > 0 and "written first" not in capsys.readouterr().out
     answers = ("data.prompt_tokens=[8,16]", "data.answers=target")
@@ -103,19 +102,19 @@ def test_what_does_not_fit_is_told_with_what_does(composed, tmp_path, capsys):
     (row,) = again["stages"]
     assert row["fits"] == "yes" and again["advice"] is None
     assert row["memory_bytes"]["peak"] == found["advice"]["peak_bytes"] < 120e9  # issue: at most 120 GB a GPU
-    assert 32768 < row["largest_row_tokens"] <= 2**22 and again["layout"]["shard"]
+    assert 32768 < row["largest_sequence_tokens"] <= 2**22 and again["layout"]["shard"]
 
 
 def test_a_setting_whose_ranks_cannot_share_the_rows_is_not_proposed(composed, tmp_path, capsys):
-    assert planned(composed, tmp_path, "trainer.rows_per_step=3")["advice"] is None
-    assert "that can share trainer.rows_per_step=3 evenly" in capsys.readouterr().out
+    assert planned(composed, tmp_path, "trainer.sequences_per_step=3")["advice"] is None
+    assert "that can share trainer.sequences_per_step=3 evenly" in capsys.readouterr().out
 
 
 def test_every_figure_has_its_assumption_in_the_json(composed, tmp_path):
     words = ("trainer=deepspeed_zero2", "trainer.devices=8", "trainer.num_nodes=2")
     found = planned(composed, tmp_path, *words, "trainer.strategy.offload_optimizer=true")
     assert (found["layout"]["zero"], found["layout"]["offload"], found["layout"]["nodes"]) == (2, True, 2)
-    assert found["stages"][0]["rows_per_step"] == 256
+    assert found["stages"][0]["sequences_per_step"] == 256
     assert found["stages"][0]["seconds"]["step_s"] > sum(found["stages"][0]["seconds"].values()) / 3
     assert found["disk_bytes"]["checkpoint"] == 12 * found["method"]["trained"]
     assert {"linear_share", "link_share", "context_bytes", "zero_bucket_bytes"} <= found["assumptions"].keys()
@@ -163,9 +162,12 @@ def test_gpus_that_are_not_here_must_be_counted(composed, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trainer.devices=3", "trainer.rows_per_step=256"], "a multiple of 3, the number of ranks"),
-        (["trainer.rows_per_step=abc"], "trainer.rows_per_step=abc; allowed: a whole number"),
-        (["trainer.rows_per_step=null", "trainer.accumulate_grad_batches=0"], "accumulate_grad_batches=0"),
+        (["trainer.devices=3", "trainer.sequences_per_step=256"], "a multiple of 3, the number of ranks"),
+        (["trainer.sequences_per_step=abc"], "trainer.sequences_per_step=abc; allowed: a whole number"),
+        (
+            ["trainer.sequences_per_step=null", "trainer.accumulate_grad_batches=0"],
+            "accumulate_grad_batches=0",
+        ),
         (["trainer=deepspeed_zero3"], "stage 3 cannot train here; allowed: trainer=deepspeed_zero1"),
         (["trainer.strategy=fsdp"], "would split the trained module"),
         (["trainer=deepspeed_zero2", "optim=muon"], "optim.name=muon needs whole matrices"),
@@ -175,7 +177,7 @@ def test_gpus_that_are_not_here_must_be_counted(composed, tmp_path, monkeypatch)
             "trainer.strategy.offload_optimizer=maybe; allowed",
         ),
         (["trainer.devices=[]"], r"trainer.devices=\[\]; allowed: a whole number"),
-        (["trainer.rows_per_step=8", "trainer.accumulate_grad_batches=4"], "are both set; give one"),
+        (["trainer.sequences_per_step=8", "trainer.accumulate_grad_batches=4"], "are both set; give one"),
         (["trainer=deepspeed_zero2", "trainer.strategy.stage=two"], "stage two cannot train here; allowed"),
         (["trainer.devices=0"], "trainer.devices=0"),
         (["target.shard=fsdp2", "trainer.devices=1"], "trainer.devices is 1"),

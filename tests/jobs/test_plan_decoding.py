@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from longtrain import methods
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.cache.named import cache_maker
-from longtrain.cache.row_sets import ReadBudget
 from longtrain.costs import decoding
+from longtrain.costs.footprint import fits
 from longtrain.costs.hardware import GIB, GPUS
-from longtrain.costs.held import fits
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.jobs import plan
@@ -45,8 +45,8 @@ def row_of(gpu, *, batch, context, draft=True, rate=0.9):
 def test_the_step_model_at_8b_shape(context, plain_ms, verify_ms, draft_ms, speedup, own):
     """Figures worked out by hand for one H200 at an acceptance of 0.9, to 2%."""
     row = row_of("H200", batch=1, context=context)
-    want = {"plain_ms": plain_ms, "verify_ms": verify_ms, "draft_ms": draft_ms, "speedup": speedup}
-    for key, value in (want | {"own_speedup": own}).items():
+    outputs = {"plain_ms": plain_ms, "verify_ms": verify_ms, "draft_ms": draft_ms, "speedup": speedup}
+    for key, value in (outputs | {"own_speedup": own}).items():
         assert row[key] == pytest.approx(value, rel=0.02), key
     assert row["least_ms"] < row["plain_ms"] and row["cycle_tokens"] == pytest.approx(4.0951)
 
@@ -103,7 +103,7 @@ def test_an_elastic_cache_has_thresholds(composed, capsys):
     words = ["target=tiny", "target.path=tiny", "contexts=[1k]", "evict.budget_tokens=512"]
     plan.run(composed("plan", *words, "cache={name: elastic, memory_gib: 0.02}"))
     said = capsys.readouterr().out
-    assert "Elastic cache of 1 sequence, 512 rows read a step, at most 0.02 GiB on the device" in said
+    assert "Elastic cache of 1 sequence, 512 entries read a step, at most 0.02 GiB on the device" in said
     table = said[said.index("layers on the host") :].splitlines()[2:]
     rows = [[float(word) for word in line.split("|")[1:-1]] for line in table if line.startswith("|")]
     assert len(rows) > 1 and [row[0] for row in rows] == sorted(row[0] for row in rows)
@@ -120,7 +120,7 @@ def test_an_elastic_cache_has_thresholds(composed, capsys):
 def test_an_elastic_cache_is_not_planned_for_what_it_does_not_serve(composed, method):
     name, *options = method
     words = ["target=llama31_8b", "target.path=null", "cache=elastic", f"method={name}"]
-    with pytest.raises(ConfigError, match=f"cache=elastic with method={name}: nothing is known"):
+    with pytest.raises(ConfigError, match=f"cache=elastic with method={name}: such steps cannot be"):
         plan.run(composed("plan", *words, *(f"method.{option}" for option in options)))
 
 
@@ -143,7 +143,7 @@ def test_the_cap_that_is_refused_is_the_caches_own(composed, every):
     planned = float(str(caught.value).split("on the host ")[1].split()[0])
     shape = {"n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
     make = cache_maker("elastic", {"memory_gib": 0.01}, **shape, device="cpu", dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="rows that each step reads take") as caught:
+    with pytest.raises(ConfigError, match="entries that each step reads take") as caught:
         make(1, 1024, 1).reserve(ReadBudget(rows=512, every=every))
     assert planned == float(str(caught.value).split("take ")[1].split()[0])
 
@@ -153,7 +153,7 @@ def test_decoding_by_a_retrieval_head(composed, capsys):
     words = ["target=llama31_8b", "target.path=null", "contexts=[32k,128k]", "method=specontext"]
     plan.run(composed("plan", *words, "evict.budget_tokens=2048", "cache={name: elastic, memory_gib: 8}"))
     said = capsys.readouterr().out
-    assert "SpeContext: expected times; 2048 rows read a step" in said and "draft" not in said
+    assert "SpeContext: expected times; 2048 entries read a step" in said and "draft" not in said
     cost = methods.get("specontext").cost.cycle(methods.get("specontext").config(), Sizes.of(INFO), (), 2)
     served = decoding.Served(Sizes.of(INFO), GPUS["H200"], 1, 2, WEIGHTS)
     rows = [decoding.plain(served, context) for context in (2048, 32768, 131072)]
@@ -177,7 +177,7 @@ def test_decoding_by_a_retrieval_head(composed, capsys):
 def test_angles_of_a_module_can_be_typed(composed, name):
     """A mapping where the setting is null: the paper's YaRN."""
     cfg = composed("plan", f"method={name}", "method.rope={rope_type: yarn, factor: 64.0}")
-    assert cfg.method.rope == {"rope_type": "yarn", "factor": 64.0}
+    assert cfg.method.settings.rope == {"rope_type": "yarn", "factor": 64.0}
 
 
 def test_a_head_that_cannot_be_built_is_refused(composed):

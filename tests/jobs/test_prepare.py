@@ -3,11 +3,12 @@ import re
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 
-from longtrain.data.rows.prepared import Prepared
+from longtrain.config import RunConfig
+from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs.prepare import ensure_prepared, run
+from longtrain.jobs import prepare
+from longtrain.jobs.prepare import ensure_prepared
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}{{ m['content'] }}"
@@ -40,23 +41,25 @@ def cfg(tmp_path, target):
     data = {
         "name": "mine",
         "conversations": str(chats),
-        "sources": [{"conversations": "${data.conversations}", "kind": "chat"}],
+        "sources": [{"conversations": str(chats), "kind": "chat"}],
         "long_documents": "error",
-        "stages": [{"fraction": 1.0, "row_tokens": 32, "doc_tokens": 32}],
+        "stages": [{"fraction": 1.0, "sequence_tokens": 32, "doc_tokens": 32}],
     }
     home = str(tmp_path / "home")
-    return OmegaConf.create(
-        {
-            "data": data,
-            "target": {"path": str(target)},
-            "home": home,
-            "run_dir": f"{home}/runs/r",
-            "seed": 0,
-            "show": 0,
-            "shards": 1,
-            "shard": None,
-        }
-    )
+    return {
+        "data": data,
+        "target": {"path": str(target)},
+        "home": home,
+        "run_dir": f"{home}/runs/r",
+        "seed": 0,
+        "show": 0,
+        "shards": 1,
+        "shard": None,
+    }
+
+
+def run(cfg):
+    prepare.run(RunConfig(cfg))
 
 
 def test_prepares_and_says_what_it_did(cfg, tmp_path):
@@ -75,16 +78,16 @@ def test_training_finds_what_was_prepared(cfg, target):
     from transformers import AutoTokenizer
 
     run(cfg)
-    folder = ensure_prepared(cfg, AutoTokenizer.from_pretrained(target), context_tokens=64)
+    folder = ensure_prepared(RunConfig(cfg), AutoTokenizer.from_pretrained(target), context_tokens=64)
     before = (folder / "manifest.json").stat().st_mtime_ns
-    assert ensure_prepared(cfg, AutoTokenizer.from_pretrained(target), context_tokens=64) == folder
+    assert ensure_prepared(RunConfig(cfg), AutoTokenizer.from_pretrained(target), context_tokens=64) == folder
     assert (folder / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_show_prints_a_sample_with_its_labels_in_colour(cfg, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    cfg.show = 1
+    cfg["show"] = 1
     run(cfg)
     out = capsys.readouterr().out
     green = [part.split("\x1b[0m")[0] for part in out.split("\x1b[1;32m")[1:]]
@@ -97,7 +100,7 @@ def test_show_marks_labels_where_there_are_no_colours(cfg, capsys, monkeypatch, 
         monkeypatch.delenv(name, raising=False)
     for name, value in colourless.items():
         monkeypatch.setenv(name, value)
-    cfg.show = 1
+    cfg["show"] = 1
     run(cfg)
     legend, _, *rest = capsys.readouterr().out.splitlines()
     assert legend == "⟦label, to be predicted⟧, read only"
@@ -131,10 +134,10 @@ def test_an_added_token_without_an_embedding_is_refused_before_training(cfg, tar
     chats.write_text(chats.read_text() + json.dumps({"messages": turns}) + "\n")
     with pytest.raises(DataError, match=r"chats\.jsonl:2 holds token id 256 \('<new>'\).* of 256 tokens"):
         run(cfg)
-    cfg.data.on_error = "skip"
+    cfg["data"]["on_error"] = "skip"
     run(cfg)
     (target / "config.json").write_text(json.dumps({**settings, "vocab_size": 257}))
-    cfg.data.on_error = "error"
+    cfg["data"]["on_error"] = "error"
     run(cfg)
     (target / "config.json").write_text(json.dumps({**settings, "vocab_size": 256}))
     with pytest.raises(DataError, match="token id 256"):
@@ -146,9 +149,7 @@ def test_an_added_token_without_an_embedding_is_refused_before_training(cfg, tar
 )
 def test_what_is_missing_is_named(cfg, change, word):
     with pytest.raises(ConfigError, match=word):
-        run(
-            OmegaConf.merge(cfg, change) if change.get("data", 1) else OmegaConf.create({**cfg, "data": None})
-        )
+        run(cfg | change)
 
 
 def test_a_target_without_a_tokenizer_is_named(cfg, tmp_path):

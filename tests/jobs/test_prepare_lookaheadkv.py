@@ -8,7 +8,7 @@ import pytest
 
 from longtrain import cli
 from longtrain.data.chat.mask import spans
-from longtrain.data.rows.prepared import Prepared
+from longtrain.data.packing.prepared import Prepared
 
 SMALL = (
     "+recipe=lookaheadkv_tiny",
@@ -94,7 +94,7 @@ def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp
 
 
 def test_training_refuses_a_stage_that_cuts_prompts_from_their_answers(monkeypatch, tmp_path, capsys):
-    stage = "data.stages=[{fraction: 1.0, row_tokens: 1024, doc_tokens: 128}]"
+    stage = "data.stages=[{fraction: 1.0, sequence_tokens: 1024, doc_tokens: 128}]"
     argv = ["longtrain", "train", *SMALL, "data.answers=source", stage, f"home={tmp_path}", "job=train"]
     monkeypatch.setattr("sys.argv", argv)
     with pytest.raises(SystemExit):

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from longtrain.config import RunConfig
 from longtrain.errors import LongtrainError
 from longtrain.files import free_bytes
 from longtrain.jobs import ranks_check
+from longtrain.jobs.planning.run_plan import RunPlan
 from longtrain.jobs.ranks_check import GIB, Rank, check_alike, check_room, room_here
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,7 +76,7 @@ def test_two_ranks_meet_and_end_with_one_line(home: Path) -> None:
     done = torchrun(2, f"home={home}", "trainer=cpu", "trainer.strategy=ddp", "trainer.devices=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ranks=2 nodes=1 all_reduce=gloo 16 MiB in ")
-    assert done.stdout.count("\n") == 1 and done.stderr.count("dry run of train: no fault") == 1
+    assert done.stdout.count("\n") == 1 and done.stderr.count("dry run of train: no error") == 1
 
 
 @pytest.mark.slow
@@ -114,7 +117,7 @@ def test_data_that_are_not_prepared_are_named(dry_run: Any, tmp_path: Path) -> N
 
 def test_without_a_launcher_no_ranks_are_tried(run: Any, tmp_path: Path) -> None:
     done = run("train", "+recipe=quickstart", "dry_run=true", f"home={tmp_path}")
-    assert done.returncode == 0 and not done.stdout and "no fault" in done.stderr
+    assert done.returncode == 0 and not done.stdout and "no error" in done.stderr
 
 
 def test_a_rank_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, composed: Any) -> None:
@@ -151,28 +154,28 @@ def test_an_all_reduce_that_hangs_or_fails_names_who(monkeypatch: pytest.MonkeyP
 def test_what_is_too_small_is_told_with_bytes_and_advice(
     composed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longtrain.costs.held import Held
+    from longtrain.costs.footprint import Footprint, Spread
 
-    monkeypatch.setattr(ranks_check.outline, "held_of", lambda *a, **k: (Held(target=17 * GIB), 0))
+    plan: Any = SimpleNamespace(held=Footprint(target=17 * GIB), trained=0, layout=Spread())
     monkeypatch.setattr(ranks_check, "checkpoint_bytes", lambda trained: GIB)
     rich = {"node": "a", "room": {"gpu": 80 * GIB, "host": 9 * GIB, "disk": 9 * GIB}}
-    words = check_room(None, Rank(), [rich, {"node": "b", "room": {"gpu": 20 * GIB}}])  # type: ignore[arg-type]
+    words = check_room(plan, [rich, {"node": "b", "room": {"gpu": 20 * GIB}}])
     assert words[0] == "gpu=20 GiB free (19.9 needed)" and len(words) == 3
     for room, says in (
         ({"gpu": 10 * GIB}, r"GPU on node b .* has 10 GiB, and 19\.85 GiB .*shard=fsdp2"),
         ({"host": 9 * GIB, "disk": 1}, r"disk below run_dir on node b: .* are free, the run needs"),
     ):
         with pytest.raises(LongtrainError, match=says):
-            check_room(None, Rank(), [rich, {"node": "b", "room": room}])  # type: ignore[arg-type]
+            check_room(plan, [rich, {"node": "b", "room": room}])
     with pytest.raises(LongtrainError, match=r"host memory on node c: 1 GiB .* needs 17 GiB .*sbatch --mem"):
-        check_room(None, Rank(), [{"node": "c", "room": {"host": GIB, "disk": 99 * GIB}}])  # type: ignore[arg-type]
+        check_room(plan, [{"node": "c", "room": {"host": GIB, "disk": 99 * GIB}}])
 
 
 def test_the_need_is_that_of_the_strategy_and_of_stored_features(composed: Any) -> None:
     def host(*words: str) -> float:
         cfg = composed("train", "+recipe=longspec_llama8b_long", "target.path=null", *words)
         room = {"node": "a", "room": {"host": 2**50}}
-        (said,) = check_room(cfg, Rank(world=2, per_node=2), [room, {"node": "a", "room": {}}])
+        (said,) = check_room(RunPlan(cfg, devices=2, nodes=1), [room, {"node": "a", "room": {}}])
         return float(said.partition("(")[2].split()[0])
 
     cpu = "trainer.accelerator=cpu"
@@ -188,7 +191,7 @@ def test_plan_dry_run_and_train_say_one_sentence(
     import torch
 
     from longtrain.costs import hardware
-    from longtrain.jobs import outline, plan, train
+    from longtrain.jobs import plan, train
     from longtrain.targets import loading
     from longtrain.targets.shapes import shape_config
 
@@ -205,18 +208,18 @@ def test_plan_dry_run_and_train_say_one_sentence(
     plan.run(composed("plan", *words, "trainer.accelerator=cuda"))
     assert sentence in capsys.readouterr().out
     with pytest.raises(LongtrainError) as again:
-        check_room(composed("train", *words), Rank(), [{"node": "a", "room": {"gpu": has}}])
+        check_room(
+            RunPlan(composed("train", *words), devices=1, nodes=1), [{"node": "a", "room": {"gpu": has}}]
+        )
     assert str(again.value).endswith(sentence)
-    outline.check_room(
-        composed("train", *words, "target.shard=fsdp2"), device=torch.device("cpu"), devices=4, nodes=1
-    )
+    split = composed("train", *words, "target.shard=fsdp2")
+    RunPlan(split, devices=4, nodes=1).refuse_lack(torch.device("cpu"))
 
 
 def test_checkpoints_that_new_ones_replace_count_as_room(tmp_path: Path) -> None:
     import torch
-    from omegaconf import OmegaConf
 
-    cfg = OmegaConf.create({"run_dir": str(tmp_path), "home": str(tmp_path)})
+    cfg = RunConfig({"run_dir": str(tmp_path), "home": str(tmp_path)})
     last = tmp_path / "train" / "checkpoints" / "last.ckpt"
     last.mkdir(parents=True)
     (last / "weights.safetensors").write_bytes(bytes(2**22))
@@ -237,7 +240,7 @@ def test_other_versions_are_told_with_their_node() -> None:
     ("words", "message"),
     [
         (["trainer.num_nodes=2"], "make 2 ranks, and 1 were started"),
-        (["trainer.rows_per_step=3", "trainer.num_nodes=2"], "make 2 ranks"),
+        (["trainer.sequences_per_step=3", "trainer.num_nodes=2"], "make 2 ranks"),
         (["trainer=deepspeed_zero3", "trainer.devices=1"], "stage 3 cannot train here; allowed"),
         (["trainer.num_nodes=two"], "trainer.num_nodes=two; allowed: a whole number"),
         (["features=offline"], "holds none; fill it first: features=fill"),

@@ -10,6 +10,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
+from longtrain.config import RunConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import loggers, train
 from longtrain.training import checkpoint, table
@@ -57,7 +58,7 @@ def compose(tmp_path, target_folder, text_folder):
         GlobalHydra.instance().clear()
         mount()
         with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-            return compose(
+            cfg = compose(
                 "train",
                 overrides=[
                     f"name={name}",
@@ -68,10 +69,10 @@ def compose(tmp_path, target_folder, text_folder):
                     "method.window=8",
                     "data=text",
                     f"data.text={text_folder}",
-                    "data.stages=[{fraction: 1.0, row_tokens: 96, doc_tokens: 64}]",
+                    "data.stages=[{fraction: 1.0, sequence_tokens: 96, doc_tokens: 64}]",
                     "data.min_doc_tokens=8",
                     "data.val_fraction=0.2",
-                    "data.val_rows=2",
+                    "data.val_sequences=2",
                     "trainer=cpu",
                     "trainer.max_steps=4",
                     "trainer.accumulate_grad_batches=2",
@@ -80,6 +81,7 @@ def compose(tmp_path, target_folder, text_folder):
                     *overrides,
                 ],
             )
+        return RunConfig.from_hydra(cfg)
 
     return make
 
@@ -210,12 +212,12 @@ def test_a_refused_resume_leaves_the_run_as_it_was(compose, tmp_path):
 
 def test_training_may_start_from_an_artifact(compose, tmp_path):
     from longtrain.artifact import Artifact
-    from longtrain.jobs.setup import load_target_from
+    from longtrain.jobs.setup import load_target
     from longtrain.methods.longspec.config import Config
 
     cfg = compose()
     train.run(cfg)
-    target = load_target_from(cfg)
+    target = load_target(cfg)
     from longtrain import methods
 
     config = Config(window=8)
@@ -243,10 +245,10 @@ def test_training_may_start_from_an_artifact(compose, tmp_path):
         ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]; allowed: two numbers"),
         ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number, 1 or more, or null"),
         ("trainer.log_every=null", "trainer.log_every=null; allowed: a whole number"),
-        ("trainer.rows_per_step=4", "rows_per_step=4 .*accumulate_grad_batches=2 .*are both set"),
+        ("trainer.sequences_per_step=4", "sequences_per_step=4 .*accumulate_grad_batches=2 .*are both set"),
         ("optim.schedule=cosin", r"optim.schedule=cosin; allowed: cosine, linear, constant"),
         (
-            "data.stages=[{steps: 2, row_tokens: 96, doc_tokens: 64}]",
+            "data.stages=[{steps: 2, sequence_tokens: 96, doc_tokens: 64}]",
             r"stages hold 2 optimizer steps.*=4 asks",
         ),
     ],
@@ -262,23 +264,25 @@ def test_rows_per_step_are_of_all_ranks(tmp_path):
     from longtrain.training.settings import LoopConfig
 
     for devices in (1, 2):
-        loop = LoopConfig(rows_per_step=8, accelerator="cpu", devices=devices, precision="32-true")
+        loop = LoopConfig(sequences_per_step=8, accelerator="cpu", devices=devices, precision="32-true")
         trainer = build_trainer(loop, tmp_path)
         assert trainer.world_size == devices and trainer.accumulate_grad_batches == 8 // devices
         assert loop.spread(devices) == loop.spread(devices).spread(devices)
-    with pytest.raises(ConfigError, match="rows_per_step=7; allowed: a multiple of 2"):
-        LoopConfig(rows_per_step=7).spread(2)
+    with pytest.raises(ConfigError, match="sequences_per_step=7; allowed: a multiple of 2"):
+        LoopConfig(sequences_per_step=7).spread(2)
 
 
 def test_rows_per_step_train_like_accumulated_rows(compose, tmp_path):
     train.run(compose())
-    train.run(compose("trainer.rows_per_step=2", "trainer.accumulate_grad_batches=1", name="same"))
+    train.run(compose("trainer.sequences_per_step=2", "trainer.accumulate_grad_batches=1", name="same"))
     first, second = (tmp_path / "runs" / name / "train" / "metrics.csv" for name in ("toy", "same"))
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_length_may_come_from_the_data(compose, tmp_path):
-    train.run(compose("trainer.max_steps=null", "data.stages=[{steps: 3, row_tokens: 96, doc_tokens: 64}]"))
+    train.run(
+        compose("trainer.max_steps=null", "data.stages=[{steps: 3, sequence_tokens: 96, doc_tokens: 64}]")
+    )
     assert json.loads((tmp_path / "runs/toy/train/summary.json").read_text())["steps"] == 3
 
 
@@ -297,8 +301,8 @@ def test_debug_groups_run(compose, tmp_path, debug):
 def test_the_id_on_a_server_is_the_runs_own_and_stays(compose, tmp_path):
     def drawn(name, *, anew=False):
         cfg = compose("logger=wandb", name=name)
-        loggers.settle_wandb_id(cfg, tmp_path / name, anew=anew)
-        return cfg.logger.wandb.id
+        cfg = loggers.with_wandb_id(cfg, tmp_path / name, anew=anew)
+        return cfg.loggers["wandb"]["id"]
 
     first = drawn("a")
     assert first == drawn("a") != drawn("b") and drawn("a", anew=True) != first

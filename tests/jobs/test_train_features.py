@@ -12,7 +12,7 @@ from longtrain.features.shards import FeatureFiles
 from longtrain.jobs import train
 from longtrain.training import table
 
-STAGES = "data.stages=[{epochs: 3, row_tokens: 160, doc_tokens: 160}]"
+STAGES = "data.stages=[{epochs: 3, sequence_tokens: 160, doc_tokens: 160}]"
 
 
 @pytest.fixture
@@ -26,13 +26,14 @@ def run(composed, text, tmp_path):
     def go(name, *overrides, method="longspec"):
         cfg = composed(
             "train",
+            f"name={name}",
             f"method={method}",
             "data=text",
             f"data.text={text}",
             "data.min_doc_tokens=8",
             "data.max_doc_tokens=140",
             "data.val_fraction=0.2",
-            "data.val_rows=1",
+            "data.val_sequences=1",
             STAGES,
             "target.dtype=bfloat16",
             "trainer=cpu",
@@ -43,7 +44,6 @@ def run(composed, text, tmp_path):
             f"features.folder={tmp_path}/features",
             *overrides,
         )
-        cfg.name = name
         train.run(cfg)
         rows = table.read(tmp_path / "runs" / name / "train" / "metrics.csv")
         return [row["train/loss"] or row["val/loss"] for row in rows]

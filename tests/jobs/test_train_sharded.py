@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 
 from longtrain import cli
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.jobs import train
 from longtrain.training import checkpoint, table
 from longtrain.training.callbacks import Checkpoints
@@ -32,8 +33,8 @@ SETTINGS = (
     "data.answer_tokens=8",
     "data.min_doc_tokens=4",
     "data.val_fraction=0.2",
-    "data.val_rows=2",
-    "data.stages=[{fraction: 1.0, row_tokens: 96, doc_tokens: 96}]",
+    "data.val_sequences=2",
+    "data.stages=[{fraction: 1.0, sequence_tokens: 96, doc_tokens: 96}]",
     "trainer=cpu",
     "trainer.devices=2",
     "trainer.strategy=ddp",
@@ -63,7 +64,7 @@ def main(rank, folder, port):
     def run(name, *settings):
         home = [f"home={folder}/{name}", f"data.text={folder}/texts", f"name={name}"]
         with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-            train.run(compose("train", overrides=[*SETTINGS, *home, *settings]))
+            train.run(RunConfig.from_hydra(compose("train", overrides=[*SETTINGS, *home, *settings])))
 
     run("whole")
     original = Checkpoints.on_train_batch_start
@@ -107,8 +108,11 @@ def command(home, name, *more):
     return [
         *(sys.executable, "-m", "longtrain", "train", "+recipe=longspec_tiny", "trainer=cpu", f"home={home}"),
         *(f"name={name}", "trainer.strategy=ddp", "trainer.devices=2", "target.shard=fsdp2"),
-        *("data.stages=[{fraction: 1.0, row_tokens: 256, doc_tokens: 256}]", f"trainer.max_steps={STEPS}"),
-        *("trainer.rows_per_step=2", "trainer.accumulate_grad_batches=1", "trainer.val_every=0"),
+        *(
+            "data.stages=[{fraction: 1.0, sequence_tokens: 256, doc_tokens: 256}]",
+            f"trainer.max_steps={STEPS}",
+        ),
+        *("trainer.sequences_per_step=2", "trainer.accumulate_grad_batches=1", "trainer.val_every=0"),
         *("trainer.log_every=1", "trainer.checkpoint_every_steps=3", "quiet=true", *more),
     ]
 

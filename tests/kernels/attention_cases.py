@@ -98,6 +98,6 @@ def hier_case(
     return torch.randn(B, H, T, D, device=device).to(dtype), planes, ring, lens
 
 
-def distance(got, want):
+def distance(got, expected):
     """Norm of the difference over the norm of what is wanted."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))

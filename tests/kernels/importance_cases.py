@@ -28,12 +28,12 @@ class Case:
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor]:
         """q, own_k, own_v, k, v; slots outside of the spans hold values that would be seen in any result."""
-        coins = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         N = self.spans[-1].rows[1]
-        q = 2 * torch.randn(N, self.H, self.D, generator=coins)
-        own = torch.randn(2, N, self.G, self.D, generator=coins)
+        q = 2 * torch.randn(N, self.H, self.D, generator=rng)
+        own = torch.randn(2, N, self.G, self.D, generator=rng)
         shape = (self.B, self.G, self.T, self.D) if self.strided else (self.B, self.T, self.G, self.D)
-        cache = torch.randn(2, *shape, generator=coins)
+        cache = torch.randn(2, *shape, generator=rng)
         cache = cache.transpose(2, 3) if self.strided else cache
         used = torch.zeros(self.B, self.T, dtype=torch.bool)
         for span in self.spans:

@@ -10,10 +10,10 @@ from longtrain.kernels.greedy import ancestors
 
 @pytest.mark.parametrize(("nodes", "vocab", "width"), [(1, 97, 4), (3, 2100, 6), (5, 3, 12)])
 def test_as_torch(nodes, vocab, width, monkeypatch):
-    coins = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, nodes, vocab, generator=coins) * 3
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, nodes, vocab, generator=rng) * 3
     logits[0, 0, 1] = -torch.inf
-    score = -torch.rand(2, nodes, generator=coins)
+    score = -torch.rand(2, nodes, generator=rng)
     got = beam.best_continuations(logits, score, width, 0.7)
     monkeypatch.setattr(beam, "kernels_serve", lambda x: False)
     expected = beam.best_continuations(logits, score, width, 0.7)

@@ -9,8 +9,8 @@ from longtrain.kernels import greedy
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_first_of_the_largest(dtype):
-    coins = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 40, (2, 3, 5000), generator=coins).to(dtype)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 40, (2, 3, 5000), generator=rng).to(dtype)
     got = greedy.argmax_rows(x)
     assert got.dtype == torch.int64 and torch.equal(got, (x == 39).int().argmax(-1))
     x[0, 1] = -torch.inf

@@ -36,9 +36,9 @@ def test_the_kernel_follows_the_reference(bits, split, mask, case):
     shown, _ = mask_named(mask, len(lens.len_B), q.shape[2])
     assert kernel_serves(q, planes, ring)
     got, lse = hier_attention(q, planes, ring, lens, shown, **how)
-    want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, shown, **how)
-    assert distance(got, want) <= 1e-3
-    torch.testing.assert_close(lse, want_lse, atol=2e-3, rtol=0, check_dtype=False)
+    expected, expected_lse = reference.hier_attention(q.double(), planes, ring, lens, shown, **how)
+    assert distance(got, expected) <= 1e-3
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=0, check_dtype=False)
 
 
 def test_large_steps_and_zeros_do_not_overflow():
@@ -50,6 +50,8 @@ def test_large_steps_and_zeros_do_not_overflow():
     q = q * 1000
     q[..., 7] *= 1e-4
     got, lse = hier_attention(q, planes, ring, lens, None, bits=4, scale=0.01)
-    want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, None, bits=4, scale=0.01)
-    assert torch.isfinite(got).all() and distance(got, want) <= 2e-2
-    torch.testing.assert_close(lse, want_lse, atol=0.05, rtol=0, check_dtype=False)
+    expected, expected_lse = reference.hier_attention(
+        q.double(), planes, ring, lens, None, bits=4, scale=0.01
+    )
+    assert torch.isfinite(got).all() and distance(got, expected) <= 2e-2
+    torch.testing.assert_close(lse, expected_lse, atol=0.05, rtol=0, check_dtype=False)

@@ -18,12 +18,14 @@ def test_prompts(split, dim):
         k, v = (strided(rows(2, 2, 300, dim, seed=seed, dtype=dtype)) for seed in (3, 4))
         v[0, 1, 7] = 0  # a token of nothing
         count_B = torch.tensor([2, 1])
-        mine, want = planes_of(split, dim=dim), planes_of(split, dim=dim)
+        mine, expected = planes_of(split, dim=dim), planes_of(split, dim=dim)
         assert hier_quant.kernels_serve(k)
         hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
         first_B = torch.zeros_like(count_B)
-        hier_quant_reference.quantise_blocks(k[:, :, :256], v[:, :, :256], want.layer(0), first_B, count_B)
-        assert same(mine, want) == []
+        hier_quant_reference.quantise_blocks(
+            k[:, :, :256], v[:, :, :256], expected.layer(0), first_B, count_B
+        )
+        assert same(mine, expected) == []
         assert not mine.k_step[0, 1, :, 1:].any() and mine.k_step[0, 0, :, 1].all()
 
 
@@ -33,14 +35,14 @@ def test_values_without_a_code_mark_their_group(value):
     k, v = rows(1, 1, 256, 64, seed=3), rows(1, 1, 256, 64, seed=4)
     k[0, 0, 90, 40], v[0, 0, 17, 5] = value, value
     count_B = torch.tensor([2])
-    mine, want = planes_of(Split.FLOOR, batch=1, heads=1), planes_of(Split.FLOOR, batch=1, heads=1)
+    mine, expected = planes_of(Split.FLOOR, batch=1, heads=1), planes_of(Split.FLOOR, batch=1, heads=1)
     hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
-    hier_quant_reference.quantise_blocks(k, v, want.layer(0), torch.zeros_like(count_B), count_B)
+    hier_quant_reference.quantise_blocks(k, v, expected.layer(0), torch.zeros_like(count_B), count_B)
     for step, zero, at in (("k_step", "k_zero", 40), ("v_step", "v_zero", 17)):
-        for planes in (mine, want):
+        for planes in (mine, expected):
             marked = ~(getattr(planes, step) + getattr(planes, zero)).isfinite()
             assert marked[0, 0, 0, 0, at] and not marked[0, 0, 0, 1].any()
-        assert torch.equal(getattr(mine, step)[0, 0, 0, 1], getattr(want, step)[0, 0, 0, 1])
+        assert torch.equal(getattr(mine, step)[0, 0, 0, 1], getattr(expected, step)[0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("split", Split)
@@ -61,11 +63,11 @@ def test_flush():
     block_B, due_B = torch.tensor([0, 1, 2]), torch.tensor([True, False, True])
     mine = planes_of(Split.FLOOR, layers=2, batch=3, heads=1)
     hier_quant.flush_blocks(ring, mine, block_B, due_B)
-    want = planes_of(Split.FLOOR, layers=2, batch=3, heads=1)
+    expected = planes_of(Split.FLOOR, layers=2, batch=3, heads=1)
     for layer in range(2):
         for b, block in ((0, 0), (2, 2)):
             k, v = (x[layer][:, :, 128 * block : 128 * block + 128] for x in (ring.k, ring.v))
             one_B = torch.zeros(3, dtype=torch.int64)
             one_B[b] = 1
-            hier_quant_reference.quantise_blocks(k, v, want.layer(layer), one_B * block, one_B)
-    assert same(mine, want) == []
+            hier_quant_reference.quantise_blocks(k, v, expected.layer(layer), one_B * block, one_B)
+    assert same(mine, expected) == []

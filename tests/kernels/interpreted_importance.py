@@ -57,22 +57,22 @@ def test_results_and_gradients(case, tile, monkeypatch):
     q, own_k, _, k, _ = inputs
     assert kernels_serve(q, k)
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    want = eager(case, *wide)
+    expected = eager(case, *wide)
     close = {"atol": 2e-6, "rtol": 2e-5, "check_dtype": False}
     lse = suffix_lse(q.detach(), own_k.detach(), k, case.spans, scale=case.scale)
-    torch.testing.assert_close(lse, want["lse"], **close)
+    torch.testing.assert_close(lse, expected["lse"], **close)
     for how in ("mean", "max"):
         got = importance(q.detach(), lse, k, case.spans, scale=case.scale, reduce=how)
-        torch.testing.assert_close(got, want[how], **close)
+        torch.testing.assert_close(got, expected[how], **close)
     got = own_importance(q.detach(), own_k.detach(), lse, case.spans, scale=case.scale)
-    torch.testing.assert_close(got, want["own"], **close)
+    torch.testing.assert_close(got, expected["own"], **close)
 
     out, scores = suffix_attention(*inputs, case.spans, scale=case.scale)
-    torch.testing.assert_close(out, want["out"], **close)
-    torch.testing.assert_close(scores, want["mean"], **close)
+    torch.testing.assert_close(out, expected["out"], **close)
+    torch.testing.assert_close(scores, expected["mean"], **close)
     d_out, d_s = torch.randn(out.shape), torch.randn(scores.shape)
     got = torch.autograd.grad((out, scores), inputs[:3], (d_out, d_s))
-    pair = (want["out"], want["mean"])
+    pair = (expected["out"], expected["mean"])
     expected = torch.autograd.grad(pair, wide[:3], (d_out.double(), d_s.double()))
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **close)
@@ -85,8 +85,8 @@ def test_gradient_of_one_result_alone(given, monkeypatch):
     inputs = case.tensors(torch.float32)
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     out, scores = suffix_attention(*inputs, case.spans, scale=case.scale)
-    want = eager(case, *wide)
-    got, expected = (out, want["out"]) if given == "out" else (scores, want["mean"])
+    expected = eager(case, *wide)
+    got, expected = (out, expected["out"]) if given == "out" else (scores, expected["mean"])
     cotangent = torch.randn(got.shape)
     mine = torch.autograd.grad(got, inputs[:3], cotangent)
     theirs = torch.autograd.grad(expected, wide[:3], cotangent.double(), materialize_grads=True)
@@ -103,9 +103,9 @@ def test_tiny_gradients_survive_fp16():
     _, scores = suffix_attention(*inputs, case.spans, scale=case.scale)
     _, exact = reference.suffix_attention(*wide, case.spans, scale=case.scale)
     (got,) = torch.autograd.grad(scores, inputs[0], cotangent)
-    (want,) = torch.autograd.grad(exact, wide[0], cotangent)
-    rounded = want.half().float()  # what fp16 can hold at all
-    assert (got.float() - rounded).norm() <= 1e-2 * want.norm()
+    (expected,) = torch.autograd.grad(exact, wide[0], cotangent)
+    rounded = expected.half().float()  # what fp16 can hold at all
+    assert (got.float() - rounded).norm() <= 1e-2 * expected.norm()
 
 
 def test_scores_add_up_with_the_own_columns():

@@ -23,10 +23,16 @@ def layer_of(features, inputs, group, *, bias=False):
     return Int4Linear(nn.Linear(inputs, features, bias=bias).requires_grad_(False), group)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.warps} warps")
 @pytest.mark.parametrize(
-    ("features", "inputs", "group"),
-    [(40, 256, 128), (8, 96, 32), (97, 96, 32), (32, 320, 64), (24, 448, 64), (64, 2048, 128)],
+    ("tile", "features", "inputs", "group"),
+    [
+        *((tile, 97, 96, 32) for tile in TILES),
+        (TILES[0], 40, 256, 128),
+        (TILES[1], 8, 96, 32),
+        (TILES[2], 32, 320, 64),
+        (TILES[0], 24, 448, 64),
+        (TILES[1], 64, 2048, 128),
+    ],
 )
 def test_product(tile, features, inputs, group):
     """Also where lines, steps, tiles and units do not fit. The input is exact in bf16."""
@@ -35,8 +41,8 @@ def test_product(tile, features, inputs, group):
     for rows in (1, 5, 16):
         x, add = among_nan(made(rows, inputs).bfloat16()), made(rows, features, seed=1)
         out = small_linear(x, layer.codes, layer.table, add, features=features, tile=tile)
-        want = linear(x.float(), weight).bfloat16().float() + add
-        torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-6)
+        expected = linear(x.float(), weight).bfloat16().float() + add
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-6)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.warps} warps")
@@ -50,10 +56,10 @@ def test_gates(tile):
 def test_rows_that_kernels_choose_tiles_for():
     """One to sixteen rows by the tile that a launch chooses; columns hold 8, 4 and 2 units, or one."""
     layer, x = layer_of(48, 1152, 64), made(16, 1152).bfloat16()
-    want = linear(x.float(), layer.written_out(torch.float32))
+    expected = linear(x.float(), layer.written_out(torch.float32))
     for rows in (1, 2, 3, 4, 8, 16):
         got = small_linear(x[-rows:], layer.codes, layer.table, None, features=48)
-        torch.testing.assert_close(got.float(), want[-rows:], rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(got.float(), expected[-rows:], rtol=2**-7, atol=2**-7)
 
 
 @pytest.fixture
@@ -76,8 +82,8 @@ def test_a_layer_goes_through_the_kernel(launches, dtype):
     layer, x = layer_of(48, 192, 64, bias=True), made(3, 7, 192, dtype=dtype)
     residual = made(3, 7, 48, dtype=dtype, seed=1)
     close = {"rtol": 2**-6, "atol": 2**-6}
-    want = linear(x.float(), layer.written_out(torch.float32), layer.bias)
-    for got, whole in ((layer(x), want), (layer(x, residual), want + residual.float())):
+    expected = linear(x.float(), layer.written_out(torch.float32), layer.bias)
+    for got, whole in ((layer(x), expected), (layer(x, residual), expected + residual.float())):
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), whole, **close)
     assert launches == [16, 5] * 2
@@ -90,5 +96,5 @@ def test_a_layer_goes_through_the_kernel(launches, dtype):
 def test_a_layer_whose_kernel_is_laid_out_otherwise_writes_its_weights_out(launches, monkeypatch):
     monkeypatch.setattr(kernel, "laid_out", lambda built, warps: False)
     layer, x = layer_of(48, 192, 64, bias=True), made(18, 192).bfloat16()
-    want = linear(x, layer.written_out(torch.bfloat16), layer.bias.bfloat16())
-    assert torch.equal(layer(x), want) and launches
+    expected = linear(x, layer.written_out(torch.bfloat16), layer.bias.bfloat16())
+    assert torch.equal(layer(x), expected) and launches

@@ -30,20 +30,20 @@ def test_product(tile, rows, features):
             made(features, dtype=dtype, seed=3),
         ):
             got = small_linear_launch.small_linear(x, weight, residual, tile=tile)
-            want = small_linear_reference.small_linear(x, weight, residual=residual)
-            torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=12 * CLOSE[dtype])
+            expected = small_linear_reference.small_linear(x, weight, residual=residual)
+            torch.testing.assert_close(got, expected, rtol=CLOSE[dtype], atol=12 * CLOSE[dtype])
 
 
 @pytest.mark.parametrize("tile", [LinearTile(32, 1, step=32), LinearTile(8, 4, step=16)])
 def test_gates(tile):
     x, weight = made(3, 96), made(80, 96, seed=1)
     got = small_linear_launch.small_swiglu(x, weight, tile=tile)
-    want = small_linear_reference.small_swiglu(x, weight)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    expected = small_linear_reference.small_swiglu(x, weight)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_dispatch():
     x, weight = made(2, 128), made(48, 128, seed=1)
     for name in ("small_linear", "small_swiglu"):
-        got, want = (getattr(where, name)(x, weight) for where in (small_linear, small_linear_reference))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+        got, expected = (getattr(where, name)(x, weight) for where in (small_linear, small_linear_reference))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)

@@ -47,10 +47,10 @@ def test_the_kernel_follows_the_reference(mask, splits, case):
     how = {"scale": 0.4, "base": case.get("base", 0), "nodes": case.get("nodes")}
     bits, _ = mask_named(mask, len(lens), q.shape[2], nodes=case.get("nodes"))
     assert kernel_serves(q, k, v)
-    want, want_lse = reference.tree_attention(q.double(), k.double(), v.double(), lens, bits, **how)
+    expected, expected_lse = reference.tree_attention(q.double(), k.double(), v.double(), lens, bits, **how)
     got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5, check_dtype=False)
-    torch.testing.assert_close(lse, want_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5, check_dtype=False)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
 
 
 @pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (5, 21), (64, 64), (17, 128)])
@@ -69,9 +69,9 @@ def test_tiles_of_half_precision(bulk):
     tile = launch.TreeTile(rows=64, keys=64, warps=4, stages=2, resident=1, bulk=bulk)
     bits, _ = mask_named("tree", 1, 20)
     got, lse = launch.tree_attention(q, k, v, lens, bits, 0.125, 0, 2, tile)
-    want, want_lse = reference.tree_attention(q, k, v, lens, bits, scale=0.125)
-    torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=0)
+    expected, expected_lse = reference.tree_attention(q, k, v, lens, bits, scale=0.125)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,8 @@ def test_peaky_scores():
     """Scores of several hundred: the softmax must not overflow, between splits neither."""
     q, k, v, lens = dense_case(lens=(130,), S=140, H=1, G=1)
     got, lse = tree_attention(q, 30 * k, v, lens, None, scale=1.0, splits=4)
-    want, want_lse = reference.tree_attention(q.double(), 30 * k.double(), v.double(), lens, None, scale=1.0)
-    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-4)
-    torch.testing.assert_close(lse.double(), want_lse, atol=0, rtol=1e-6)
+    expected, expected_lse = reference.tree_attention(
+        q.double(), 30 * k.double(), v.double(), lens, None, scale=1.0
+    )
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=0, rtol=1e-6)

@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 import warp_emulator
 from attention_cases import dense_case, hier_case, mask_named
+from entry_move_cases import move_case
 from importance_cases import several
-from row_choice_cases import KINDS, SINKS, WINDOW, scores_of
-from row_choice_cases import K as CHOSEN
-from row_move_cases import move_case
-from slot_change_cases import same_as_torch
+from slot_assignment_cases import same_as_torch
+from top_entries_cases import KINDS, SINKS, WINDOW, scores_of
+from top_entries_cases import K as CHOSEN
 from torch import nn
 
 import longtrain.kernels
@@ -40,15 +40,15 @@ from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.kernels import importance, tree_attention
+from longtrain.kernels.entry_moves import Programs, move_entries
+from longtrain.kernels.entry_scores import entry_scores
 from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
-from longtrain.kernels.row_choice import choose_rows
-from longtrain.kernels.row_moves import Programs, move_rows
-from longtrain.kernels.row_scores import row_scores
+from longtrain.kernels.top_entries import choose_entries
 from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
@@ -200,7 +200,7 @@ def _move(paged):
     goal, source, lists, pages = move_case(paged=paged, device=DEVICE)
     if not (paged or INTERPRETED):
         source = source.cpu().contiguous().pin_memory()
-    move_rows(goal, source, lists, **pages, programs=Programs(1))
+    move_entries(goal, source, lists, **pages, programs=Programs(1))
 
 
 def choices() -> Jobs:
@@ -208,20 +208,20 @@ def choices() -> Jobs:
     for kind in KINDS:
         yield partial(_choice, kind)
     for sets, keys, heads, dim in ((4, 2, 2, 64), (2, 2, 3, 40)):
-        yield partial(_row_scores, sets, keys, heads, dim)
+        yield partial(_entry_scores, sets, keys, heads, dim)
 
 
 def _choice(kind):
     scores = scores_of(kind, 3, 2, 2500).to(DEVICE)
     len_B = torch.tensor([2500, CHOSEN + 1, 7], device=DEVICE)
     out = torch.zeros(3, 2, CHOSEN, dtype=torch.int64, device=DEVICE)
-    choose_rows(scores, len_B, out, sinks=SINKS, window=WINDOW, due_B=len_B > 0)
+    choose_entries(scores, len_B, out, sinks=SINKS, window=WINDOW, due_B=len_B > 0)
 
 
-def _row_scores(sets, keys, heads, dim):
+def _entry_scores(sets, keys, heads, dim):
     q = torch.randn(2, sets, heads, dim, device=DEVICE, dtype=DTYPE)
     k = torch.randn(2, 1300, keys, dim, device=DEVICE, dtype=DTYPE)
-    row_scores(q, k, torch.tensor([1300, 5], device=DEVICE), groups=2, scale=0.1)
+    entry_scores(q, k, torch.tensor([1300, 5], device=DEVICE), groups=2, scale=0.1)
 
 
 def changes() -> Jobs:

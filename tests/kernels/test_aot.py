@@ -5,6 +5,7 @@ The counts are per thread and tile of the inner loop; a 128-token block of one K
 
 import os
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -25,6 +26,7 @@ from longtrain.kernels.tree_attention import launch as tree_attention_launch
 STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s")
 
 
+@cache
 def compiled_tree(tile, *, alone=False):
     kind = f"tensordesc<bf16[1,1,{tile.keys},128]>" if tile.bulk else "*bf16"
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
@@ -117,6 +119,7 @@ def test_hier_attention(bits, rows, most):
     assert (inner[1] - inner[0] + 1) / codes <= most
 
 
+@cache
 def compiled_fragments(tile, bits):
     offset = 7.5 / 16 if bits == 4 else 0.0
     constants = {

@@ -84,9 +84,9 @@ CASES = {
 
 
 def tensors(q_bounds, k_bounds):
-    coins = torch.Generator().manual_seed(0)
-    q = torch.randn(q_bounds[-1] + 1, 4, 8, generator=coins, dtype=torch.float64)
-    k, v = torch.randn(2, k_bounds[-1] + 2, 2, 8, generator=coins, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(q_bounds[-1] + 1, 4, 8, generator=rng, dtype=torch.float64)
+    k, v = torch.randn(2, k_bounds[-1] + 2, 2, 8, generator=rng, dtype=torch.float64)
     return q, k, v
 
 
@@ -102,9 +102,9 @@ def test_segments_reach_the_operators_and_come_back(case, frozen):
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     got = torch.autograd.grad(out, leaves, cotangent)
-    want = torch.autograd.grad(expected, leaves, cotangent)
+    expected = torch.autograd.grad(expected, leaves, cotangent)
     near = 1e-6 if frozen else 1e-12  # the blocks' dQ add up in fp32
-    for mine, theirs in zip(got, want, strict=True):
+    for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=near, rtol=near)
 
 
@@ -146,8 +146,8 @@ def test_long_segments_are_attended_whole(monkeypatch, learns):
     assert [(shape[0], shape[2]) for shape in whole] == [(1, 42), (2, 36), (1, 34)]
     if leaves:
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-        got, want = (torch.autograd.grad(one, leaves, cotangent) for one in (out, expected))
-        torch.testing.assert_close(got, want)
+        got, expected = (torch.autograd.grad(one, leaves, cotangent) for one in (out, expected))
+        torch.testing.assert_close(got, expected)
 
 
 def test_where_whole_sequences_have_no_faster_kernel(monkeypatch):

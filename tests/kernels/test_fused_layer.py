@@ -90,11 +90,11 @@ def test_kernels_compile_for_hopper_without_spills(name):
 
 
 def made(device, dtype, *shape, seed=0):
-    coins = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=coins).to(device, dtype)
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=rng).to(device, dtype)
 
 
-def twin(monkeypatch, name, *args, **kwargs):
+def reference(monkeypatch, name, *args, **kwargs):
     """The same call in plain torch."""
     with monkeypatch.context() as patch:
         patch.setattr(fused_layer, "kernels_serve", lambda x: False)
@@ -121,7 +121,7 @@ def test_add_rms_norm(device, dtype, width, adds, monkeypatch):
     add = made(device, dtype, 5, 2 * width, seed=1)[:, :width] if adds else None
     weight = made(device, dtype, width, seed=2)
     args = (x, add, weight, 1e-5)
-    got, expected = (way(monkeypatch, "add_rms_norm", *args) for way in (kernel, twin))
+    got, expected = (way(monkeypatch, "add_rms_norm", *args) for way in (kernel, reference))
     close(got, expected)
     assert (got[0] is x) == (not adds)
 
@@ -145,19 +145,23 @@ def test_rows_enter(device, dtype, constant, path, ahead, steps, monkeypatch):
     first = torch.tensor([[700, 1], [9, 1]], device=device)[:, 0]  # a view, as a table's first column is
     pos = first[:, None] + ahead + torch.arange(T, device=device) * steps
     found = []
-    for way in (kernel, twin):
+    for way in (kernel, reference):
         with monkeypatch.context() as patch:
             patch.setattr(fused_layer, "kernels_serve", lambda x, own=way is kernel: own)
-            want_rope = rope(pos)
+            expected_rope = rope(pos)
         entry = made(device, dtype, B * T, 2 * E)
         x, normed, turns = way(
             monkeypatch, "enter_rows", ids if path else ids[:, :T], table, (weight, 1e-5),
             RowPositions.after(first, T, ahead=ahead, steps=steps), angles if constant else rope,
             path_BT=at_BT, normed_NE=entry[:, E:],
         )  # fmt: skip
-        want = way(monkeypatch, "add_rms_norm", table[chosen.flatten()], None, weight, 1e-5)
-        assert torch.equal(x, want[0]) and torch.equal(normed, want[1]) and torch.equal(normed, entry[:, E:])
-        for part, expected in zip(turns, want_rope, strict=True):
+        expected = way(monkeypatch, "add_rms_norm", table[chosen.flatten()], None, weight, 1e-5)
+        assert (
+            torch.equal(x, expected[0])
+            and torch.equal(normed, expected[1])
+            and torch.equal(normed, entry[:, E:])
+        )
+        for part, expected in zip(turns, expected_rope, strict=True):
             assert torch.equal(part, expected.view(B * T, D)) or not constant
         found.append((x, normed, *turns))
     close(*found)
@@ -172,7 +176,7 @@ def test_rotate_heads(device, dtype, heads, dim, normed, monkeypatch):
     angle = made(device, torch.float32, 3, dim, seed=1)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     norms = tuple(made(device, dtype, dim, seed=s) for s in (2, 3)) if normed else None
-    expected = twin(monkeypatch, "rotate_heads", qkv.clone(), rope, heads, norms=norms)
+    expected = reference(monkeypatch, "rotate_heads", qkv.clone(), rope, heads, norms=norms)
     got = kernel(monkeypatch, "rotate_heads", qkv, rope, heads, norms=norms)
     close(got, expected)
     assert got[2].data_ptr() == qkv.data_ptr() + sum(heads) * dim * qkv.element_size()
@@ -182,7 +186,7 @@ def test_rotate_heads(device, dtype, heads, dim, normed, monkeypatch):
 @pytest.mark.parametrize("width", [80, 1500])
 def test_swiglu(device, dtype, width, monkeypatch):
     x = made(device, dtype, 3, 2 * width)
-    close([kernel(monkeypatch, "swiglu", x)], [twin(monkeypatch, "swiglu", x)])
+    close([kernel(monkeypatch, "swiglu", x)], [reference(monkeypatch, "swiglu", x)])
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -197,7 +201,7 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, fixed,
     k, v = new[:, :kv_heads], new[:, kv_heads:]
     slots = torch.tensor([[3, 4], [0, 1]], device=device)[:, 0]  # a view, as a table's first column is
     buffers = []
-    for way in (kernel, twin):
+    for way in (kernel, reference):
         held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
         count = None if counts is None else torch.tensor([counts, (9, 9)], device=device).T[:, 0]
         way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap, count, fixed))
@@ -228,7 +232,7 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, fixed
     counts = (2, 3) if wrap else (3, 3)
     count_B = torch.tensor(counts, device=device) if wrap else None
     found = []
-    for way in (kernel, twin):
+    for way in (kernel, reference):
         held = made(device, dtype, 2, 2, G, 9, D, seed=4)
         into = Slots(held[0], held[1], slot_B, 1, wrap, count_B, fixed)
         got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), norms=norms, into=into)
@@ -254,9 +258,9 @@ def test_rows_move_to_the_front(device, dtype, wrap, monkeypatch):
     path = torch.tensor([[0, 2, 3, 5, 0], [0, 1, 2, 3, 4]], device=device)
     first = torch.tensor([2, 9 if wrap else 5], device=device)
     found = []
-    for way in (kernel, twin):
+    for way in (kernel, reference):
         held = made(device, dtype, 2, 3, 2, 4, 11, 24, seed=4)
-        way(monkeypatch, "move_rows", held[0], held[1], first, path, wrap)
+        way(monkeypatch, "move_entries", held[0], held[1], first, path, wrap)
         found.append(held)
     before = made(device, dtype, 2, 3, 2, 4, 11, 24, seed=4)
     for b, count in enumerate((4, 5)):
@@ -272,7 +276,7 @@ def test_rotary(device, dtype, monkeypatch):
     """Far positions too: angles of 10^5 radians are reduced as exactly as torch does."""
     pos = torch.tensor([0, 1, 77, 131071], device=device)
     frequency = 500000.0 ** -(torch.arange(6, device=device) / 6)
-    got, expected = (way(monkeypatch, "rotary", pos, frequency, 1.25, dtype) for way in (kernel, twin))
+    got, expected = (way(monkeypatch, "rotary", pos, frequency, 1.25, dtype) for way in (kernel, reference))
     close(got, expected)
     assert got[0].shape == (4, 12) and torch.equal(got[0][:, :6], got[0][:, 6:])
 

@@ -16,7 +16,7 @@ def test_the_kernel_compiles_for_hopper_without_spills():
 
     from longtrain.kernels.head_kl import kernel as head_kl_triton
 
-    jit = getattr(head_kl_triton, "_law_kernel")  # noqa: B009 (the name is what the check of all kernels looks for)
+    jit = getattr(head_kl_triton, "_kl_kernel")  # noqa: B009 (the name is what the check of all kernels looks for)
     types = {"student_ptr": "*bf16", "teacher_ptr": "*bf16", "weight_ptr": "*fp32", "kl_ptr": "*fp32"}
     types |= {"hit_ptr": "*i8"}
     constants = {"COLUMNS": 4096, "GRADIENT": True}
@@ -38,7 +38,7 @@ def test_loss_and_gradient_on_a_gpu(rows, vocab):
         loss = fused_linear_kl(mine, move(teacher), move(head), weights_T=move(weights))
         loss.total.backward()
         found.append((loss.total.detach().double().cpu(), mine.grad.double().cpu(), loss.hit_T.cpu()))
-    (total, grad, hits), (want, slope, agreed) = found
-    torch.testing.assert_close(total, want, rtol=5e-3, atol=1e-3)
+    (total, grad, hits), (expected, slope, agreed) = found
+    torch.testing.assert_close(total, expected, rtol=5e-3, atol=1e-3)
     assert (grad - slope).norm() / slope.norm() < 0.02
     assert (hits != agreed).float().mean() < 0.02  # logits in bf16 are often equal

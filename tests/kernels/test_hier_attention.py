@@ -41,7 +41,7 @@ def test_bad_shapes_are_refused():
         hier_attention(q, planes, ring, lens, CAUSAL, bits=2, scale=1.0)
     with pytest.raises(DataError, match="multiple of KV heads"):
         hier_attention(q[:, :3], planes, ring, lens, CAUSAL, bits=4, scale=1.0)
-    with pytest.raises(DataError, match="1 to 128 rows"):
+    with pytest.raises(DataError, match="1 to 128 tokens"):
         hier_attention(q.repeat(1, 1, 50, 1), planes, ring, lens, CAUSAL, bits=4, scale=1.0)
     with pytest.raises(DataError, match="tree mask"):
         hier_attention(
@@ -141,11 +141,11 @@ def test_kernels_on_a_gpu(case, split, bits, D):
         mask, _ = mask_named(name, len(lens.len_B), q.shape[2], "cuda")
         how = {"bits": bits, "scale": D**-0.5}
         out, lse = hier_attention(q, planes, ring, lens, mask, **how)
-        want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, mask, **how)
-        assert distance(out, want) <= 4e-3
+        expected, expected_lse = reference.hier_attention(q.double(), planes, ring, lens, mask, **how)
+        assert distance(out, expected) <= 4e-3
         group = q.shape[1] // planes.k_upper.shape[1]
         few = D == 128 and group * q.shape[2] <= (16 if bits == 4 else 32)
-        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3 if few else 3e-3, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3 if few else 3e-3, rtol=0)
 
 
 @pytest.mark.gpu
@@ -190,6 +190,6 @@ def test_one_captured_graph_serves_every_length():
         lens.blocks_B.fill_(blocks)
         lens.len_B.fill_(128 * blocks + recent)
         graph.replay()
-        want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, CAUSAL, **how)
-        assert distance(out, want) <= 4e-3
-        torch.testing.assert_close(lse.double(), want_lse, atol=3e-3, rtol=0)
+        expected, expected_lse = reference.hier_attention(q.double(), planes, ring, lens, CAUSAL, **how)
+        assert distance(out, expected) <= 4e-3
+        torch.testing.assert_close(lse.double(), expected_lse, atol=3e-3, rtol=0)

@@ -6,14 +6,14 @@ from hier_cases import planes_of, ring_of, rows, same, strided
 
 from longtrain.errors import DataError
 from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import reference as twin
+from longtrain.kernels.hierarchical import reference as reference
 from longtrain.kernels.hierarchical.layout import BLOCK, Lens, Split, check_shape
 
 
 def test_where_each_code_lies():
     """Byte b of four holds positions 0, 2, 1, 3; dimension j is in bits 0-3, j + D/2 in bits 4-7."""
     code = torch.randint(16, (128, 64), dtype=torch.uint8)
-    key, value = twin.pack_rows(code), twin.pack_columns(code)
+    key, value = reference.pack_rows(code), reference.pack_columns(code)
     assert key.shape == (128, 32) and value.shape == (32, 128)
     order = [0, 2, 1, 3]
     for j in range(32):
@@ -22,7 +22,9 @@ def test_where_each_code_lies():
     for t in range(128):
         byte = t // 4 * 4 + order[t % 4]
         assert torch.equal(value[:, byte], code[t, :32] | code[t, 32:] << 4)
-    assert torch.equal(twin.unpack_rows(key), code) and torch.equal(twin.unpack_columns(value), code)
+    assert torch.equal(reference.unpack_rows(key), code) and torch.equal(
+        reference.unpack_columns(value), code
+    )
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
@@ -30,7 +32,7 @@ def test_where_each_code_lies():
 def test_errors_are_bounded_by_the_step(split, dim):
     """FLOOR: half a code of 256 and 8 of them; RTN: a whole code (its residual has no +1/2), half a step."""
     x = rows(4, 128, 64).double()
-    upper, lower, step, zero = (part.double() for part in twin.quantise(x, dim, split))
+    upper, lower, step, zero = (part.double() for part in reference.quantise(x, dim, split))
     eight = zero + step / 16 * (16 * upper + lower - split.lower_offset)
     four = zero + step * (upper + split.upper_offset)
     rounding = 2e-6 * x.abs().amax(dim, keepdim=True)  # fp32 arithmetic on numbers of this size
@@ -38,16 +40,16 @@ def test_errors_are_bounded_by_the_step(split, dim):
     assert ((eight - x).abs() <= half_code * step + rounding).all()
     assert ((four - x).abs() <= 0.5 * step + rounding).all()
     assert (zero <= x + rounding).all() and (step >= 2.0**-14).all()
-    assert (x <= zero + step * twin.LEVELS[split] + rounding).all()
+    assert (x <= zero + step * reference.LEVELS[split] + rounding).all()
     assert int(upper.max()) == 15 and int(lower.max()) <= 15
 
 
 def test_a_step_is_no_wider_than_its_range_needs():
     x = torch.randn(50, 128) * 3
     for split in Split:
-        _, _, step, zero = twin.quantise(x, -1, split)
+        _, _, step, zero = reference.quantise(x, -1, split)
         span = x.amax(-1, keepdim=True) - zero.float()
-        assert (step.float() * twin.LEVELS[split] <= span * (1 + 2**-9)).all()
+        assert (step.float() * reference.LEVELS[split] <= span * (1 + 2**-9)).all()
         assert (x.amin(-1, keepdim=True) - zero.float() <= x.abs().amax() * 2**-9).all()
 
 
@@ -55,7 +57,7 @@ def test_the_cut_code_is_nearer_than_the_residual_for_both_readers():
     x = torch.randn(64, 128) + 8 * torch.randn(64, 1)
     found = {}
     for split in Split:
-        upper, lower, step, zero = (part.float() for part in twin.quantise(x, -1, split))
+        upper, lower, step, zero = (part.float() for part in reference.quantise(x, -1, split))
         four = zero + step * (upper + split.upper_offset)
         eight = zero + step / 16 * (16 * upper + lower - split.lower_offset)
         found[split] = [float((y - x).square().mean().sqrt()) for y in (four, eight)]
@@ -65,11 +67,11 @@ def test_the_cut_code_is_nearer_than_the_residual_for_both_readers():
 def test_rtn_is_the_papers():
     """u = round((x - z) / s), l = round(e / (s / 16)), on a group whose step is exact in fp16."""
     x = torch.arange(0, 61).float()[None] / 4  # 0..15: s = 1
-    upper, lower, step, zero = twin.quantise(x, -1, Split.RTN)
+    upper, lower, step, zero = reference.quantise(x, -1, Split.RTN)
     assert float(step) == 1 and float(zero) == 0
-    want_u = x.round()
-    want_l = ((x - want_u) * 16).round().clamp(-8, 7)
-    assert torch.equal(upper.float(), want_u.clamp(max=15)) and torch.equal(lower.float() - 8, want_l)
+    expected_u = x.round()
+    expected_l = ((x - expected_u) * 16).round().clamp(-8, 7)
+    assert torch.equal(upper.float(), expected_u.clamp(max=15)) and torch.equal(lower.float() - 8, expected_l)
 
 
 @pytest.mark.parametrize("split", Split)
@@ -79,13 +81,13 @@ def test_blocks_read_back(split, dim):
     planes = planes_of(split, dim=dim).layer(0)
     hier_quant.quantise_blocks(k, v, planes, torch.tensor([3, 1]))
     for bits, share in ((4, 0.5), (8, 1 / 16)):
-        got_k, got_v = twin.dequantise(planes, bits)
+        got_k, got_v = reference.dequantise(planes, bits)
         step_k = planes.k_step.float().repeat_interleave(BLOCK, 2)
         step_v = planes.v_step.float().flatten(2)[..., None]
-        for got, want, step in ((got_k, k, step_k), (got_v, v, step_v)):
-            error = (got - want).abs()
-            assert (error <= share * step + 2e-6 * want.abs().amax())[0].all()
-            assert (error <= share * step + 2e-6 * want.abs().amax())[1, :, :BLOCK].all()
+        for got, expected, step in ((got_k, k, step_k), (got_v, v, step_v)):
+            error = (got - expected).abs()
+            assert (error <= share * step + 2e-6 * expected.abs().amax())[0].all()
+            assert (error <= share * step + 2e-6 * expected.abs().amax())[1, :, :BLOCK].all()
             assert not got[1, :, BLOCK:].any()
 
 
@@ -124,9 +126,9 @@ def test_numbers_without_a_code_are_found(value):
             planes, ring = filled(lens, {})
             assert not hier_quant.unsound(planes, ring, lens).any()
             planes, ring = filled(lens, {(name, layer, old): (spot, value)})
-            want = torch.zeros(2, 2, dtype=torch.bool)
-            want[layer, int(name == "v")] = True
-            assert torch.equal(hier_quant.unsound(planes, ring, lens), want)
+            expected = torch.zeros(2, 2, dtype=torch.bool)
+            expected[layer, int(name == "v")] = True
+            assert torch.equal(hier_quant.unsound(planes, ring, lens), expected)
     planes, ring = filled(
         lens, {("k", 0, False): ((0, 1, 20, 5), value), ("v", 1, True): ((1, 0, 9, 9), value)}
     )
@@ -148,7 +150,7 @@ def test_numbers_up_to_the_bound_are_taken(split, largest, others):
         x[:, :, 17, 5] = largest
     hier_quant.quantise_blocks(k, v, planes.layer(0), torch.ones(2, dtype=torch.int64))
     assert not hier_quant.unsound(planes, ring, lens).any()
-    assert all(x.half().isfinite().all() for x in twin.dequantise(planes.layer(0), 8))
+    assert all(x.half().isfinite().all() for x in reference.dequantise(planes.layer(0), 8))
 
 
 def filled(lens, spoilt):
@@ -181,11 +183,11 @@ def test_compiled_kernel_gives_the_same_bytes(split, dim):
         k, v = (strided(rows(2, 4, 1100, dim, seed=seed, dtype=dtype, device="cuda")) for seed in (3, 4))
         count_B = torch.tensor([8, 5], device="cuda")
         mine = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
-        want = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
+        expected = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
         hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
         first_B = torch.zeros_like(count_B)
-        twin.quantise_blocks(k[:, :, :1024], v[:, :, :1024], want.layer(0), first_B, count_B)
-        assert same(mine, want) == []
+        reference.quantise_blocks(k[:, :, :1024], v[:, :, :1024], expected.layer(0), first_B, count_B)
+        assert same(mine, expected) == []
         ring = ring_of(3, 2, 4, dim, dtype=dtype, device="cuda")
         block_B, due_B = torch.tensor([7, 3], device="cuda"), torch.tensor([True, False], device="cuda")
         mine, host = (

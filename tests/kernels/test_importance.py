@@ -26,18 +26,18 @@ CASES = {
 def test_the_reference_follows_the_definition(case):
     inputs = case.tensors(torch.float64)
     q, own_k, _, k, _ = inputs
-    want = eager(case, *inputs)
+    expected = eager(case, *inputs)
     lse = suffix_lse(q, own_k, k, case.spans, scale=case.scale)
     close = {"atol": 1e-12, "rtol": 1e-12}
-    torch.testing.assert_close(lse, want["lse"], **close)
+    torch.testing.assert_close(lse, expected["lse"], **close)
     for how in ("mean", "max"):
         got = importance(q, lse, k, case.spans, scale=case.scale, reduce=how)
-        torch.testing.assert_close(got, want[how], **close)
+        torch.testing.assert_close(got, expected[how], **close)
     got = own_importance(q, own_k, lse, case.spans, scale=case.scale)
-    torch.testing.assert_close(got, want["own"], **close)
+    torch.testing.assert_close(got, expected["own"], **close)
     out, scores = suffix_attention(*inputs, case.spans, scale=case.scale)
-    torch.testing.assert_close(out, want["out"], **close)
-    torch.testing.assert_close(scores, want["mean"], **close)
+    torch.testing.assert_close(out, expected["out"], **close)
+    torch.testing.assert_close(scores, expected["mean"], **close)
     unused = torch.ones(case.B, case.T, dtype=torch.bool)
     for span in case.spans:
         unused[span.seq, slice(*span.keys)] = False
@@ -61,7 +61,7 @@ def test_column_sums_of_a_causal_softmax_chunk_by_chunk():
     q, k = torch.randn(2, n, 2, 8, dtype=torch.float64)
     logit_HNN = torch.einsum("nhd,khd->hnk", q, k) * 0.3
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
-    want_HN = torch.softmax(logit_HNN.masked_fill(later, -torch.inf), -1).sum(1)
+    expected_HN = torch.softmax(logit_HNN.masked_fill(later, -torch.inf), -1).sum(1)
     got_HN = torch.zeros(2, n, dtype=torch.float64)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
@@ -70,7 +70,7 @@ def test_column_sums_of_a_causal_softmax_chunk_by_chunk():
         lse = suffix_lse(q[rows], k[rows], k[None], spans, scale=0.3)
         got_HN += m * importance(q[rows], lse, k[None], spans, scale=0.3)[0]
         got_HN[:, rows] += m * own_importance(q[rows], k[rows], lse, spans, scale=0.3).T
-    torch.testing.assert_close(got_HN, want_HN, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(got_HN, expected_HN, atol=1e-12, rtol=1e-12)
 
 
 def test_half_precision_rows_are_reduced_in_fp32_even_under_autocast():
@@ -78,9 +78,9 @@ def test_half_precision_rows_are_reduced_in_fp32_even_under_autocast():
     halves = case.tensors(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, scores = suffix_attention(*halves, case.spans, scale=case.scale)
-    want = eager(case, *halves)
+    expected = eager(case, *halves)
     assert out.dtype == torch.bfloat16 and scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), want["mean"], atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(scores.double(), expected["mean"], atol=1e-7, rtol=1e-5)
 
 
 def test_no_rows_by_keys_for_the_prefix_gradient():
@@ -97,9 +97,9 @@ def test_no_rows_by_keys_for_the_prefix_gradient():
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([], "cover all rows"),
-        ([Span((0, 3), 0, (0, 4))], "cover all rows"),
-        ([Span((1, 4), 0, (0, 4))], "after row 0"),
+        ([], "cover all queries"),
+        ([Span((0, 3), 0, (0, 4))], "cover all queries"),
+        ([Span((1, 4), 0, (0, 4))], "after query 0"),
         ([Span((0, 0), 0, (0, 4)), Span((0, 4), 0, (0, 4))], "1 or more"),
         ([Span((0, 4), 0, (0, 10))], r"0\.\.9"),
         ([Span((0, 4), 1, (0, 9))], "below 1"),
@@ -143,13 +143,13 @@ def test_tables_give_every_pair_of_row_and_key_to_one_program(rows, keys, progra
     for seq, low, high, first, stop, n in tables.key_items(case.spans, keys, 0, torch.device("cpu")).tolist():
         assert high - low <= keys and stop - first == n
         columns[first:stop, seq, low:high] += 1
-    want, want_own = torch.zeros_like(seen), torch.zeros_like(own)
+    expected, expected_own = torch.zeros_like(seen), torch.zeros_like(own)
     for span in case.spans:
-        want[slice(*span.rows), span.seq, slice(*span.keys)] = 1
+        expected[slice(*span.rows), span.seq, slice(*span.keys)] = 1
         for row in range(*span.rows):
-            want_own[row, span.rows[0] : row + 1] = 1
-    assert torch.equal(seen, want) and torch.equal(columns, want)
-    assert torch.equal(own.tril(), want_own)
+            expected_own[row, span.rows[0] : row + 1] = 1
+    assert torch.equal(seen, expected) and torch.equal(columns, expected)
+    assert torch.equal(own.tril(), expected_own)
 
 
 # On a GPU, and in small on a CPU, where the reference serves. Inputs are rounded to the kernels' dtype first,
@@ -201,29 +201,29 @@ def bf16_stays_near_fp32(case: Case, device: str) -> None:
     inputs = case.tensors(torch.bfloat16, device)
     q, own_k, _, k, _ = inputs
     assert kernels_serve(q, k) == (device == "cuda")
-    coins = torch.Generator(device).manual_seed(1)
-    d_out = torch.randn(q.shape, device=device, generator=coins).bfloat16()
-    d_s = torch.randn(case.B, case.H, case.T, device=device, generator=coins)
-    want_out, want_s, want_grads = chunked(case, *inputs, d_out.float(), d_s)
+    rng = torch.Generator(device).manual_seed(1)
+    d_out = torch.randn(q.shape, device=device, generator=rng).bfloat16()
+    d_s = torch.randn(case.B, case.H, case.T, device=device, generator=rng)
+    expected_out, expected_s, expected_grads = chunked(case, *inputs, d_out.float(), d_s)
     out, s = suffix_attention(*inputs, case.spans, scale=case.scale)
     grads = torch.autograd.grad((out, s), inputs[:3], (d_out, d_s))
     # Products of bf16 numbers are exact in fp32: the scores have fp32 rounding of logits up to about 10 only.
-    torch.testing.assert_close(s, want_s, atol=1e-8, rtol=2e-4)
-    assert (out.float() - want_out).norm() <= 5e-3 * want_out.norm()
-    for mine, theirs in zip(grads, want_grads, strict=True):
+    torch.testing.assert_close(s, expected_s, atol=1e-8, rtol=2e-4)
+    assert (out.float() - expected_out).norm() <= 5e-3 * expected_out.norm()
+    for mine, theirs in zip(grads, expected_grads, strict=True):
         assert torch.isfinite(mine).all()
         assert (mine.float() - theirs).norm() <= 1e-2 * theirs.norm() + 1e-6
 
     rows = [x.detach() for x in (q, own_k)]
     lse = suffix_lse(*rows, k, case.spans, scale=case.scale)
-    want = reference.suffix_lse(*(x.float() for x in rows), k, case.spans, scale=case.scale)
-    torch.testing.assert_close(lse, want, atol=1e-4, rtol=1e-5)
+    expected = reference.suffix_lse(*(x.float() for x in rows), k, case.spans, scale=case.scale)
+    torch.testing.assert_close(lse, expected, atol=1e-4, rtol=1e-5)
     for how in ("mean", "max"):
         got = importance(rows[0], lse, k, case.spans, scale=case.scale, reduce=how)
-        wide = reference.importance(rows[0], want, k, case.spans, scale=case.scale, reduce=how)
+        wide = reference.importance(rows[0], expected, k, case.spans, scale=case.scale, reduce=how)
         torch.testing.assert_close(got, wide, atol=1e-8, rtol=2e-4)
     got = own_importance(*rows, lse, case.spans, scale=case.scale)
-    wide = reference.own_importance(*rows, want, case.spans, scale=case.scale)
+    wide = reference.own_importance(*rows, expected, case.spans, scale=case.scale)
     torch.testing.assert_close(got, wide, atol=1e-8, rtol=2e-4)
 
 
@@ -251,12 +251,12 @@ def test_other_dtypes(dtype, tolerance, device, keys):
     inputs = case.tensors(dtype, device)
     d_out = torch.randn(inputs[0].shape, device=device).to(dtype)
     d_s = torch.randn(case.B, case.H, case.T, device=device)
-    want_out, want_s, want_grads = chunked(case, *inputs, d_out.float(), d_s)
+    expected_out, expected_s, expected_grads = chunked(case, *inputs, d_out.float(), d_s)
     out, s = suffix_attention(*inputs, case.spans, scale=case.scale)
     grads = torch.autograd.grad((out, s), inputs[:3], (d_out, d_s))
-    torch.testing.assert_close(s, want_s, atol=1e-8, rtol=2e-4)
-    assert (out.float() - want_out).norm() <= tolerance * want_out.norm()
-    for mine, theirs in zip(grads, want_grads, strict=True):
+    torch.testing.assert_close(s, expected_s, atol=1e-8, rtol=2e-4)
+    assert (out.float() - expected_out).norm() <= tolerance * expected_out.norm()
+    for mine, theirs in zip(grads, expected_grads, strict=True):
         assert (mine.float() - theirs).norm() <= 2 * tolerance * theirs.norm()
 
 

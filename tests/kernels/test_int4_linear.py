@@ -118,14 +118,14 @@ def test_layers_joined():
     sources = [nn.Linear(64, features, bias=True) for features in (16, 24)]
     parts = [Int4Linear(source.requires_grad_(False), 32) for source in sources]
     x, residual = torch.randn(3, 64), torch.randn(3, 40)
-    want = torch.cat([part(x) for part in parts], -1)
+    expected = torch.cat([part(x) for part in parts], -1)
     whole = Int4Linear.joined(parts)
-    torch.testing.assert_close(whole(x), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(whole(x, residual), want + residual, rtol=1e-5, atol=1e-5)
-    gate, up = want.chunk(2, -1)
+    torch.testing.assert_close(whole(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole(x, residual), expected + residual, rtol=1e-5, atol=1e-5)
+    gate, up = expected.chunk(2, -1)
     torch.testing.assert_close(whole.swiglu(x), silu(gate) * up, rtol=1e-5, atol=1e-5)
     assert parts[1].codes.data_ptr() == whole.codes[2:].data_ptr()
-    torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), want)
+    torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), expected)
     parts[1].part()
     assert parts[1].codes.data_ptr() != whole.codes[2:].data_ptr()
     with pytest.raises(ConfigError, match="multiples of 8"):
@@ -162,17 +162,17 @@ def test_the_kernel_gives_the_twins_product(features, inputs, group, bias):
     weight = host.written_out(torch.float32).cuda()
     for rows in (1, 2, 3, 4, 8, 16, 40, 100):
         x, residual = (made(rows, width, dtype=torch.bfloat16, device="cuda") for width in (inputs, features))
-        want = linear(x.float(), weight, source.bias.float() if bias else None)
+        expected = linear(x.float(), weight, source.bias.float() if bias else None)
         x = among_nan(x)
         small = layer._small(x, None, gated=False)
         assert (small is not None) == (rows <= MAX_ROWS), "it is the kernel that is looked at"
-        assert distance(layer(x), want) < 8e-3
-        assert distance(layer(x, residual), want + residual) < 8e-3
+        assert distance(layer(x), expected) < 8e-3
+        assert distance(layer(x, residual), expected + residual) < 8e-3
         if features % 16 == 0:
-            gate, up = want.chunk(2, -1)
+            gate, up = expected.chunk(2, -1)
             assert distance(layer.swiglu(x), silu(gate) * up) < 1.6e-2
 
 
-def distance(got, want):
+def distance(got, expected):
     """Of all numbers together, relative to what is wanted."""
-    return float((got.float() - want).norm() / want.norm())
+    return float((got.float() - expected).norm() / expected.norm())

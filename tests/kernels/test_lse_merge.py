@@ -5,9 +5,9 @@ from tests.kernels import plain_attention as reference
 
 
 def parts(dtype=torch.float64, size=30.0):
-    coins = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 5, 8, generator=coins, dtype=dtype) * size
-    k, v = torch.randn(2, 2, 2, 11, 8, generator=coins, dtype=dtype)
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 5, 8, generator=rng, dtype=dtype) * size
+    k, v = torch.randn(2, 2, 2, 11, 8, generator=rng, dtype=dtype)
     return q, k, v
 
 

@@ -26,11 +26,11 @@ CASES = {
 
 
 def tensors(q_bounds, k_bounds, own, *, heads=4, dim=8, dtype=torch.float64, device="cpu"):
-    coins = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     rows = (q_bounds[-1], k_bounds[-1] + 2)
     shapes = [(rows[0], heads), (rows[1], 2), (rows[1], 2), *[(rows[0], 2)] * (2 * own)]
-    made = [torch.randn(*shape, dim, generator=coins, dtype=torch.float64) for shape in shapes]
-    seen = [None if i % 2 else torch.rand(rows[0], generator=coins) < 0.6 for i in range(own)]
+    made = [torch.randn(*shape, dim, generator=rng, dtype=torch.float64) for shape in shapes]
+    seen = [None if i % 2 else torch.rand(rows[0], generator=rng) < 0.6 for i in range(own)]
     return [x.to(device, dtype).requires_grad_() for x in made], [
         x if x is None else x.to(device) for x in seen
     ]
@@ -82,15 +82,15 @@ def test_forward_and_every_gradient_equal_the_dense_mask(case, own, way):
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     got = torch.autograd.grad(out, leaves, cotangent)
-    want = torch.autograd.grad(expected, leaves, cotangent)
-    for found, exact in zip(got, want, strict=True):
+    expected = torch.autograd.grad(expected, leaves, cotangent)
+    for found, exact in zip(got, expected, strict=True):
         torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("bounds", [((0, 3), (0, 4)), ((1, 5), (0, 4)), ((0, 3, 5), (0, 3, 4)), ((0,), (0,))])
 def test_rows_without_a_key_are_refused(bounds):
     leaves, _ = tensors((0, 5), (0, 5), 0)
-    with pytest.raises(DataError, match="every row"):
+    with pytest.raises(DataError, match="every token"):
         own_keys_attention(*leaves, *bounds, scale=1.0)
 
 
@@ -112,8 +112,8 @@ def test_flash_equals_the_dense_mask_on_a_gpu(case, dim, monkeypatch):
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     cotangent = torch.randn(out.shape, device="cuda").bfloat16()
     got = torch.autograd.grad(out, halves, cotangent)
-    want = torch.autograd.grad(expected, wides, cotangent.float())
-    for found, exact in zip(got, want, strict=True):
+    expected = torch.autograd.grad(expected, wides, cotangent.float())
+    for found, exact in zip(got, expected, strict=True):
         assert (found.float() - exact).norm() <= 2e-2 * exact.norm() + 1e-3
 
 

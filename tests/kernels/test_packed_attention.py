@@ -26,9 +26,9 @@ CASES = {
 
 
 def tensors(q_bounds, k_bounds, *, heads=4, kv_heads=2, dim=8, dtype=torch.float64, extra=2, device="cpu"):
-    coins = torch.Generator().manual_seed(0)
-    q = torch.randn(q_bounds[-1] + extra, heads, dim, generator=coins, dtype=torch.float64)
-    k, v = torch.randn(2, k_bounds[-1] + extra, kv_heads, dim, generator=coins, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(q_bounds[-1] + extra, heads, dim, generator=rng, dtype=torch.float64)
+    k, v = torch.randn(2, k_bounds[-1] + extra, kv_heads, dim, generator=rng, dtype=torch.float64)
     return [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
 
 
@@ -46,8 +46,8 @@ def test_forward_and_gradients_equal_the_dense_mask(case, heads, monkeypatch):
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     if out.requires_grad:
         got = torch.autograd.grad(out, inputs, cotangent, allow_unused=True)
-        want = torch.autograd.grad(expected, inputs, cotangent)
-        for mine, theirs in zip(got, want, strict=True):
+        expected = torch.autograd.grad(expected, inputs, cotangent)
+        for mine, theirs in zip(got, expected, strict=True):
             mine = torch.zeros_like(theirs) if mine is None else mine
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
     else:
@@ -133,24 +133,24 @@ def test_flash_equals_the_reference(case, dim):
         return
     cotangent = torch.randn(out.shape, device="cuda").bfloat16()
     got = torch.autograd.grad(out, halves, cotangent)
-    want = torch.autograd.grad(expected, wides, cotangent.float())
-    for mine, theirs in zip(got, want, strict=True):
+    expected = torch.autograd.grad(expected, wides, cotangent.float())
+    for mine, theirs in zip(got, expected, strict=True):
         assert (mine.float() - theirs).norm() <= 2e-2 * theirs.norm() + 1e-3
 
 
 @pytest.mark.gpu
 def test_frozen_memory_backward_equals_the_plain_one(monkeypatch):
     monkeypatch.setattr(flash, "BLOCK", 256)
-    coins = torch.Generator("cuda").manual_seed(0)
-    q = torch.randn(300, 8, 64, device="cuda", generator=coins).bfloat16().requires_grad_()
-    k, v = torch.randn(2, 2000, 2, 64, device="cuda", generator=coins).bfloat16()
+    rng = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(300, 8, 64, device="cuda", generator=rng).bfloat16().requires_grad_()
+    k, v = torch.randn(2, 2000, 2, 64, device="cuda", generator=rng).bfloat16()
     bounds = ((0, 200, 300), (0, 1900, 2000))
     out = packed_attention(q, k, v, *bounds, scale=0.125)
     (frozen,) = torch.autograd.grad(out.float().square().sum(), q)
     wide = q.detach().float().requires_grad_()
     expected = reference.packed_attention(wide, k.float(), v.float(), *bounds, scale=0.125)
-    (want,) = torch.autograd.grad(expected.square().sum(), wide)
-    assert (frozen.float() - want).norm() <= 2e-2 * want.norm()
+    (expected,) = torch.autograd.grad(expected.square().sum(), wide)
+    assert (frozen.float() - expected).norm() <= 2e-2 * expected.norm()
 
 
 @pytest.mark.gpu

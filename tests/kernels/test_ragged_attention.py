@@ -15,9 +15,9 @@ B, G, D = 2, 3, 16
 
 
 def case(counts, R, dtype=torch.float64, device="cpu"):
-    coins = torch.Generator().manual_seed(0)
-    q = (2 * torch.randn(B, G, R, D, generator=coins)).to(device, dtype)
-    k, v = torch.randn(2, sum(counts), D, generator=coins).to(device, dtype)
+    rng = torch.Generator().manual_seed(0)
+    q = (2 * torch.randn(B, G, R, D, generator=rng)).to(device, dtype)
+    k, v = torch.randn(2, sum(counts), D, generator=rng).to(device, dtype)
     return q, k, v
 
 
@@ -40,17 +40,17 @@ def expected(q, k, v, counts, scale):
 def test_segments_of_any_length(counts, R):
     q, k, v = case(counts, R)
     out, lse = ragged_attention(q, k, v, segments_of(counts, q.device), scale=0.3)
-    want, want_lse = expected(q, k, v, counts, 0.3)
-    torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
+    result, expected_lse = expected(q, k, v, counts, 0.3)
+    torch.testing.assert_close(out, result, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
 
 
 def test_even_segments():
     q, k, v = case((7,) * 6, 4)
     out, lse = even_attention(q, k.view(B, G, 7, D), v.view(B, G, 7, D), scale=0.3)
-    want, want_lse = expected(q, k, v, (7,) * 6, 0.3)
-    torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
+    result, expected_lse = expected(q, k, v, (7,) * 6, 0.3)
+    torch.testing.assert_close(out, result, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
 
 
 def test_pieces_of_a_segment_merge_to_the_whole(monkeypatch):
@@ -67,9 +67,9 @@ def test_pieces_of_a_segment_merge_to_the_whole(monkeypatch):
     ]
     out_PRD, lse_PR = (torch.stack([part[i][0, 0] for part in parts]) for i in (0, 1))
     out, lse = merge_pieces(out_PRD, lse_PR, segments.piece_XJ)
-    want, want_lse = expected(q, k, v, counts, 0.3)
-    torch.testing.assert_close(out.view(q.shape), want, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(lse.view(q.shape[:3]), want_lse, atol=1e-12, rtol=1e-12)
+    result, expected_lse = expected(q, k, v, counts, 0.3)
+    torch.testing.assert_close(out.view(q.shape), result, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(lse.view(q.shape[:3]), expected_lse, atol=1e-12, rtol=1e-12)
 
 
 def test_a_row_that_sees_nothing():
@@ -87,11 +87,11 @@ def test_a_row_that_sees_nothing():
 def test_on_a_gpu_it_stays_near_fp32(counts, R):
     q, k, v = case(counts, R, torch.bfloat16, "cuda")
     out, lse = ragged_attention(q, k, v, segments_of(counts, q.device), scale=0.25)
-    want, want_lse = expected(q.float(), k.float(), v.float(), counts, 0.25)
-    assert (out.float() - want).norm() <= 5e-3 * want.norm()  # bf16 outputs and weights
-    assert (lse - want_lse).abs().max() <= 2e-3
+    result, expected_lse = expected(q.float(), k.float(), v.float(), counts, 0.25)
+    assert (out.float() - result).norm() <= 5e-3 * result.norm()  # bf16 outputs and weights
+    assert (lse - expected_lse).abs().max() <= 2e-3
     if len(set(counts)) == 1:
         k, v = k.view(B, G, -1, D), v.view(B, G, -1, D)
         out, lse = even_attention(q, k, v, scale=0.25)
-        assert (out.float() - want).norm() <= 5e-3 * want.norm()
-        assert (lse - want_lse).abs().max() <= 2e-3
+        assert (out.float() - result).norm() <= 5e-3 * result.norm()
+        assert (lse - expected_lse).abs().max() <= 2e-3

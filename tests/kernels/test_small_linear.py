@@ -33,8 +33,8 @@ def test_the_kernel_on_a_gpu(shape, rows):
     for name, options in (("small_linear", {}), ("small_linear", {"residual": add}), ("small_swiglu", {})):
         got = getattr(small_linear, name)(x, weight, **options)
         wide = {key: value.double() for key, value in options.items()}
-        want = getattr(small_linear_reference, name)(x.double(), weight.double(), **wide)
-        assert float((got - want).norm() / want.norm()) < CLOSE[BF16] / 2
+        expected = getattr(small_linear_reference, name)(x.double(), weight.double(), **wide)
+        assert float((got - expected).norm() / expected.norm()) < CLOSE[BF16] / 2
 
 
 @pytest.mark.gpu

@@ -6,10 +6,10 @@ from tests.kernels import plain_attention as reference
 
 
 def case(dtype, device="cpu", S=700, R=12, D=64):
-    coins = torch.Generator().manual_seed(0)
-    q = (3 * torch.randn(2, 2, R, D, generator=coins)).to(device, dtype)
-    k, v = torch.randn(2, 2, 2, S, D, generator=coins).to(device, dtype)
-    visible = torch.rand(2, 1, R, S, generator=coins).to(device) < 0.5
+    rng = torch.Generator().manual_seed(0)
+    q = (3 * torch.randn(2, 2, R, D, generator=rng)).to(device, dtype)
+    k, v = torch.randn(2, 2, 2, S, D, generator=rng).to(device, dtype)
+    visible = torch.rand(2, 1, R, S, generator=rng).to(device) < 0.5
     visible[..., :600] = True
     visible[0, :, 3, 600:] = False  # a row that sees nothing of the rest
     return q, k, v, visible

@@ -58,11 +58,11 @@ def test_bad_shapes_are_refused():
         tree_attention(q, k, v.half(), len_B, CAUSAL, scale=1.0)
     with pytest.raises(DataError, match="len_B"):
         tree_attention(q, k, v, len_B.float(), CAUSAL, scale=1.0)
-    with pytest.raises(DataError, match="base=38 and 3 new rows in 40 slots"):
+    with pytest.raises(DataError, match="base=38 and 3 new tokens in 40 slots"):
         tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, base=38)
     with pytest.raises(DataError, match="tree mask"):
         tree_attention(q, k, v, len_B, tree_bits(forest(1, 4)), scale=1.0)
-    with pytest.raises(DataError, match="3 rows of 5 nodes without a tree mask"):
+    with pytest.raises(DataError, match="3 tokens of 5 nodes without a tree mask"):
         tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, nodes=5)
     with pytest.raises(DataError, match="splits=0"):
         tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, splits=0)
@@ -100,11 +100,11 @@ def test_kernels_on_a_gpu(case, dtype, D):
     for name in ("none", "causal", "tree"):
         mask, _ = mask_named(name, len(len_B), q.shape[2], "cuda")
         out, lse = tree_attention(q, k, v, len_B, mask, scale=D**-0.5)
-        want, want_lse = reference.tree_attention(
+        expected, expected_lse = reference.tree_attention(
             q.double(), k.double(), v.double(), len_B, mask, scale=D**-0.5
         )
-        assert distance(out, want) <= (1e-5 if dtype == torch.float32 else 4e-3)
-        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
+        assert distance(out, expected) <= (1e-5 if dtype == torch.float32 else 4e-3)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0)
 
 
 @pytest.mark.gpu
@@ -120,11 +120,11 @@ def test_one_captured_graph_serves_every_length():
     for n in (0, 5, 640, 2900):
         len_B.fill_(n)
         graph.replay()
-        want, want_lse = reference.tree_attention(
+        expected, expected_lse = reference.tree_attention(
             q.double(), k.double(), v.double(), len_B, mask, scale=0.125
         )
-        assert distance(out, want) <= 4e-3
-        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
+        assert distance(out, expected) <= 4e-3
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 
 
 @pytest.fixture

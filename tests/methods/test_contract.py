@@ -9,7 +9,7 @@ import torch
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.methods.spec import MethodSpec, Objective
 from longtrain.targets.loading import random_target
@@ -108,7 +108,7 @@ def test_figures_are_sums_and_counts_without_gradients(spec, target, batch):
     objective = spec.objective(spec.build(config, target.info), target, config)
     for mode in (True, False):
         loss = objective.train(mode)(batch)
-        for name, (total, count) in loss.figures.items():
+        for name, (total, count) in loss.metrics.items():
             assert not total.requires_grad and total.ndim == 0 and float(count) >= 0, name
 
 

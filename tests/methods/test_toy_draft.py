@@ -16,11 +16,12 @@ from hydra.core.global_hydra import GlobalHydra
 from longtrain import cli, methods
 from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
+from longtrain.config import RunConfig
 from longtrain.costs import decoding
 from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
 from longtrain.decoding.engine import AUTO, Engine
-from longtrain.decoding.roles import Law, TreeShape
+from longtrain.decoding.roles import ChildChoice, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench, export, generate, plan, train
@@ -47,7 +48,7 @@ def composed(registered, tmp_path):
 
         def make(job, *overrides):
             common = ["target.path=tiny", "target.device=cpu", f"home={tmp_path}", "name=toy", "quiet=true"]
-            return compose(job, overrides=[*common, *overrides])
+            return RunConfig.from_hydra(compose(job, overrides=[*common, *overrides]))
 
         yield make
 
@@ -68,8 +69,8 @@ def test_a_folder_elsewhere_is_a_method_once_its_place_is_on_the_path(registered
 
 
 def test_a_method_that_comes_later_leaves_the_others_in_place(composed):
-    assert composed("train", "method=toy_draft").method.width == 64
-    assert composed("train", "method=longspec", "method.window=64").method.window == 64
+    assert composed("train", "method=toy_draft").method.settings.width == 64
+    assert composed("train", "method=longspec", "method.window=64").method.settings.window == 64
 
 
 def test_without_that_it_is_unknown():
@@ -85,10 +86,10 @@ def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, 
             "method.width=32",
             "data=text",
             f"data.text={text}",
-            "data.stages=[{fraction: 1.0, row_tokens: 96, doc_tokens: 64}]",
+            "data.stages=[{fraction: 1.0, sequence_tokens: 96, doc_tokens: 64}]",
             "data.min_doc_tokens=8",
             "data.val_fraction=0.2",
-            "data.val_rows=2",
+            "data.val_sequences=2",
             "trainer=cpu",
             "trainer.max_steps=4",
             "callbacks.progress=false",
@@ -114,7 +115,7 @@ def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, 
 
 
 def test_plan_and_bench_ask_it_what_it_costs(composed, text, tmp_path, capsys):
-    stage = "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]"
+    stage = "data.stages=[{steps: 3, sequence_tokens: 64, doc_tokens: 32}]"
     plan.run(composed("plan", "method=toy_draft", "data=text", f"data.text={text}", stage))
     said = capsys.readouterr().out
     assert "| 64 | 32 | 2 | 64 |" in said and "bench suite=training" in said
@@ -143,7 +144,7 @@ def test_its_cycles_have_a_time(registered):
 
 def test_it_learns_what_it_is_trained_on_and_then_is_accepted(registered):
     """Trained on one text of the bundled target's own, it drafts that text's next tokens."""
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
 
     target, spec = load_target("tiny"), methods.get("toy_draft")
     prompt = target.require_tokenizer().encode(PROMPT)
@@ -167,20 +168,20 @@ def test_it_learns_what_it_is_trained_on_and_then_is_accepted(registered):
     assert found.stats.target_forwards < 40  # one prefill and 47 cycles would be plain decoding
 
 
-@pytest.mark.parametrize("law", [Law.POINT, Law.IID])
-def test_a_batch_decodes_as_without_it(registered, law):
+@pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
+def test_a_batch_decodes_as_without_it(registered, children):
     target, spec = random_target("llama_micro", dtype="float64"), methods.get("toy_draft")
     torch.manual_seed(1)
     parts = spec.attach(spec.build(spec.config(), target.info).double(), target, spec.config(), {})
     prompts = [[5, 9, 11, 40], [7, 3]]
-    want = Engine(target).generate(prompts, max_new_tokens=9, ignore_eos=True).tokens
-    for shape in (TreeShape((1, 1), law), TreeShape((2, 3, 2), law), AUTO):
+    outputs = Engine(target).generate(prompts, max_new_tokens=9, ignore_eos=True).tokens
+    for shape in (TreeShape((1, 1), children), TreeShape((2, 3, 2), children), AUTO):
         engine = Engine(target, parts)
-        assert engine.generate(prompts, max_new_tokens=9, ignore_eos=True, shape=shape).tokens == want
+        assert engine.generate(prompts, max_new_tokens=9, ignore_eos=True, shape=shape).tokens == outputs
     sampled = Sampling(temperature=0.8, seed=3)
     drafted = Engine(target, parts).generate(
-        prompts, max_new_tokens=9, ignore_eos=True, sampling=sampled, shape=TreeShape((2, 2), law)
+        prompts, max_new_tokens=9, ignore_eos=True, sampling=sampled, shape=TreeShape((2, 2), children)
     )
     assert [len(row) for row in drafted.tokens] == [9, 9]
-    with pytest.raises(ConfigError, match="the toy draft drafts by law"):
-        parts.draft.check_shape(TreeShape((2,), Law.NO_REPLACE))
+    with pytest.raises(ConfigError, match=r"the toy draft drafts by decode\.children"):
+        parts.draft.check_shape(TreeShape((2,), ChildChoice.NO_REPLACE))

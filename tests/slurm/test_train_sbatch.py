@@ -23,7 +23,7 @@ SIZE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-tas
 SMALL = [
     "longspec_tiny", "quiet=true", "home=.", "trainer=cpu", "trainer.strategy=ddp", "trainer.val_every=0",
     "trainer.accumulate_grad_batches=1", "trainer.log_every=1", "callbacks.curves=false",
-    "data.stages=[{fraction: 1.0, row_tokens: 256, doc_tokens: 256}]",
+    "data.stages=[{fraction: 1.0, sequence_tokens: 256, doc_tokens: 256}]",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.assets import asset_dir
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConflictError, TrainingError
 from longtrain.methods.longspec.config import Config as LongSpecConfig
@@ -26,7 +26,7 @@ from longtrain.methods.lookaheadkv.config import Config as LookaheadConfig
 from longtrain.methods.lookaheadkv.spec import SPEC as LOOKAHEAD
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 WORLD = 2
 KINDS = (None, "fsdp2")
@@ -70,13 +70,13 @@ def nothing_gathered(target, share=0.6):
 
 def packed_outputs(rank, whole, sharded, held=0.6):
     batch = row(whole, rank, [(5, 9), (20 + 8 * rank, 4), (1, 2)])
-    want = Want("none", hidden=(0, 2, -1), kv=(1, 2))
-    args = (batch.ids_T, positions(batch), batch.bounds, want)
+    outputs = OutputRequest("none", hidden=(0, 2, -1), kv=(1, 2))
+    args = (batch.ids_T, positions(batch), batch.bounds, outputs)
     with torch.no_grad():
         mine, theirs = whole.packed(*args), sharded.packed(*args)
-    for layer in want.hidden:
+    for layer in outputs.hidden:
         assert torch.equal(mine.hidden[layer], theirs.hidden[layer]), layer
-    for layer in want.kv:
+    for layer in outputs.kv:
         assert all(torch.equal(a, b) for a, b in zip(mine.kv[layer], theirs.kv[layer], strict=True))
     logits = [target.head(mine.hidden[-1]) for target in (whole, sharded)]
     assert torch.equal(*logits)
@@ -87,12 +87,12 @@ def packed_outputs(rank, whole, sharded, held=0.6):
 def early_exits(rank, whole, sharded):
     """One rank leaves at the first layer and the other at the last, each with a watch."""
     batch, stop = row(whole, rank, [(12, 5)]), 2 * rank
-    want = Want("none", stop_at_layer=stop, kv=(stop,))
+    outputs = OutputRequest("none", stop_at_layer=stop, kv=(stop,))
     mine, theirs = [], []
     with torch.no_grad():
         for target, seen in ((whole, mine), (sharded, theirs)):
-            watch = lambda *of_layer, to=seen: to.append(of_layer)  # noqa: E731
-            target.packed(batch.ids_T, positions(batch), batch.bounds, want, watch=watch)
+            hook = lambda *of_layer, to=seen: to.append(of_layer)  # noqa: E731
+            target.packed(batch.ids_T, positions(batch), batch.bounds, outputs, hook=hook)
     assert [one[0] for one in mine] == [one[0] for one in theirs] == list(range(stop + 1))
     for a, b in zip(mine, theirs, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a[1:], b[1:], strict=True))
@@ -115,32 +115,32 @@ def weights_and_identity(rank, whole, sharded):
 
 
 def gradients(spec, config, target, batches):
-    """Two steps' losses and gradients; ranks settle after each, as the training job has them do."""
+    """Two steps' losses and gradients; the ranks join after each, as in the training job."""
     torch.manual_seed(7)
     module = spec.build(config, target.info).to(target.device)
     objective = spec.objective(module, target, config).train()
-    objective.register_forward_hook(lambda *_: target.settle())
+    objective.register_forward_hook(lambda *_: target.join_ranks())
     totals = []
     for batch in batches:
         with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
             loss = objective(batch)
         loss.total.backward()
         totals.append(loss.total.detach())
-        totals += [number for pair in loss.figures.values() for number in pair]
+        totals += [number for pair in loss.metrics.values() for number in pair]
     return totals, {name: value.grad for name, value in module.named_parameters()}
 
 
 def same_gradients(spec, config, whole, sharded, batches):
-    mine, want = gradients(spec, config, whole, batches)
+    mine, outputs = gradients(spec, config, whole, batches)
     theirs, got = gradients(spec, config, sharded, batches)
-    assert want.keys() == got.keys() and any(value.any() for value in want.values())
+    assert outputs.keys() == got.keys() and any(value.any() for value in outputs.values())
     if whole.device.type == "cuda":  # sums over rows are in no fixed order there
         torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-5)
-        flat = [torch.cat([grad.flatten() for grad in grads.values()]) for grads in (want, got)]
+        flat = [torch.cat([grad.flatten() for grad in grads.values()]) for grads in (outputs, got)]
         assert (flat[0] - flat[1]).norm() <= 1e-3 * flat[0].norm()
     else:
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-        assert all(torch.equal(want[name], got[name]) for name in want)
+        assert all(torch.equal(outputs[name], got[name]) for name in outputs)
     nothing_gathered(sharded)
 
 
@@ -165,7 +165,7 @@ def lookaheadkv(rank, whole, sharded):
 
 
 def answers(rank, whole, sharded):
-    """Rank 0 alone writes; the other helps until it has settled."""
+    """Rank 0 alone writes; the other helps until both have joined."""
     if rank == 0:
         prompts = [[5, 9, 11, 40, 3], [7, 8]]
         texts = [
@@ -173,27 +173,27 @@ def answers(rank, whole, sharded):
             for target in (whole, sharded)
         ]
         assert texts[0] == texts[1]
-    sharded.settle()
+    sharded.join_ranks()
     nothing_gathered(sharded)
 
 
 def a_pass_that_breaks(rank, whole, sharded):
     """An error in the middle of rank 0's pass, of whatever kind, leaves no rank waiting."""
-    batch, want = row(whole, 0, [(12, 5)]), Want("none", kv=(2,))
+    batch, outputs = row(whole, 0, [(12, 5)]), OutputRequest("none", kv=(2,))
 
-    def watch(layer, *_):
+    def hook(layer, *_):
         if layer == 1:
             raise RuntimeError("out of memory")
 
     if rank == 0:
         try:
             with torch.no_grad():
-                sharded.packed(batch.ids_T, positions(batch), batch.bounds, want, watch=watch)
+                sharded.packed(batch.ids_T, positions(batch), batch.bounds, outputs, hook=hook)
         except RuntimeError as error:
             assert str(error) == "out of memory"
         else:
             raise AssertionError("it went unnoticed")
-    sharded.settle()
+    sharded.join_ranks()
     packed_outputs(rank, whole, sharded)
 
 
@@ -215,14 +215,14 @@ def machines(rank, whole, sharded):
     assert alone.shards.node.size == 1 and alone.info == whole.info
     for _ in range(1 + rank):
         packed_outputs(0, whole, alone, held=1.0)
-    alone.settle()
+    alone.join_ranks()
 
 
 def another_rank_ends(rank, whole, sharded):
     if rank == 1:
         return
     try:
-        sharded.settle()
+        sharded.join_ranks()
     except TrainingError as error:
         assert "another rank that shares the target ended" in str(error) and "\n" not in str(error)
     else:

@@ -13,26 +13,28 @@ from longtrain.targets.fused import joined
 from longtrain.targets.int4 import Int4Target
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 """fp32 on a CPU: the same operations, sums in another order."""
 
 
-def steps(target, want: Want):
+def steps(target, outputs: OutputRequest):
     """Prefill of a ragged batch and a step of three rows over it: everything that comes back."""
-    coins = torch.Generator().manual_seed(3)
-    ids_BT = torch.randint(2, 97, (2, 9), generator=coins)
+    rng = torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(2, 97, (2, 9), generator=rng)
     n_B = torch.tensor([9, 4])
     cache = target.new_cache(2, 20, 3)
     with torch.no_grad():
         first = target(
-            Rows(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B), cache, want=Want("last", want.hidden)
+            TokenBatch(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B),
+            cache,
+            outputs=OutputRequest("last", outputs.hidden),
         )
         cache.commit(None, n_B)
         pos_BT = cache.len_B[:, None] + torch.arange(3)
-        then = target(Rows(pos_BT, ids_BT[:, :3]), cache, want=want)
+        then = target(TokenBatch(pos_BT, ids_BT[:, :3]), cache, outputs=outputs)
     return [first.logits_BTV, then.logits_BTV, *then.hidden.values()], cache
 
 
@@ -42,13 +44,13 @@ def test_fused_equals_the_models_own(family):
     for name, param in target.named_parameters():
         if name.endswith(("bias", "norm.weight")):  # else nobody would notice that they are left out
             param.data += torch.linspace(-0.5, 0.5, param.numel()).view_as(param)
-    want = Want("all", (0, 1, -1))
-    expected, _ = steps(target, want)
-    got, _ = steps(target.fuse(), want)
+    outputs = OutputRequest("all", (0, 1, -1))
+    expected, _ = steps(target, outputs)
+    got, _ = steps(target.fuse(), outputs)
     assert len(got) == len(expected) == 5
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
-    back, _ = steps(target.unfuse(), want)
+    back, _ = steps(target.unfuse(), outputs)
     for a, b in zip(back, expected, strict=True):
         assert torch.equal(a, b)
 
@@ -87,16 +89,16 @@ def test_a_target_with_int4_weights_is_fused_too():
     """The same products from joined codes: each output row has scales of its own."""
     shape = {**SHAPES["qwen2_micro"], "hidden_size": 64, "intermediate_size": 96}
     target = random_target(shape, seed=2)
-    want = Want("all", (0, -1))
-    expected, _ = steps(Int4Target(target, group=32), want)
+    outputs = OutputRequest("all", (0, -1))
+    expected, _ = steps(Int4Target(target, group=32), outputs)
     model = Int4Target(target.fuse(), group=32)
     assert model.fused is not None and model.fused is not target.fused
     size = model.int4_bytes()
-    for a, b in zip(steps(model, want)[0], expected, strict=True):
+    for a, b in zip(steps(model, outputs)[0], expected, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
     model.unfuse()
     assert model.int4_bytes() == size
-    for a, b in zip(steps(model, want)[0], expected, strict=True):
+    for a, b in zip(steps(model, outputs)[0], expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -107,24 +109,24 @@ def test_a_cast_keeps_it_fused():
     assert target.fused is not None and target.fused is not before
     assert target.fused.layers[0].qkv.weight.dtype == torch.float64
     assert target.model.model.layers[0].self_attn.k_proj.weight.dtype == torch.float64
-    steps(target, Want("all"))
+    steps(target, OutputRequest("all"))
 
 
 def test_it_leaves_early_with_what_was_recorded():
     target = random_target("llama_micro").fuse()
     cache = target.new_cache(1, 8, 0)
-    rows = Rows(torch.arange(4)[None], torch.tensor([[5, 6, 7, 8]]))
+    rows = TokenBatch(torch.arange(4)[None], torch.tensor([[5, 6, 7, 8]]))
     with torch.no_grad():
-        step = target(rows, cache, want=Want("none", (0,), stop_at_layer=1))
+        step = target(rows, cache, outputs=OutputRequest("none", (0,), stop_at_layer=1))
     assert list(step.hidden) == [0] and step.logits_BTV is None
     assert cache.k_LBGSD[1, :, :, :4].abs().sum() > 0
 
 
 def test_long_prompts_go_through_the_mlp_in_pieces(monkeypatch):
     target = random_target("llama_micro").fuse()
-    whole, _ = steps(target, Want("all"))
+    whole, _ = steps(target, OutputRequest("all"))
     monkeypatch.setattr("longtrain.targets.fused.MLP_NUMBERS", 5 * target.info.intermediate_size)
-    cut, _ = steps(target, Want("all"))
+    cut, _ = steps(target, OutputRequest("all"))
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -148,7 +150,9 @@ def test_keys_and_values_go_straight_into_caches_with_slots(kind):
         cache.write = lambda layer, k, v, write=write, seen=written: (seen.append(layer), write(layer, k, v))
         pos_BT = cache.len_B[:, None] + torch.arange(3)
         with torch.no_grad():
-            step = target(Rows(pos_BT, torch.tensor([[5, 6, 7], [8, 9, 10]])), cache, want=Want("all"))
+            step = target(
+                TokenBatch(pos_BT, torch.tensor([[5, 6, 7], [8, 9, 10]])), cache, outputs=OutputRequest("all")
+            )
         assert written == ([] if target.fused else [0, 1])
         found.append([step.logits_BTV, *buffers])
     for a, b in zip(*found, strict=True):
@@ -176,7 +180,7 @@ def _filled(target, kind):
             dtype=torch.float32,
         )
     with torch.no_grad():
-        target(Rows(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B), read)
+        target(TokenBatch(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B), read)
         read.commit(None, n_B)
     if kind == "arena":
         arena = ArenaCache(dense)

@@ -27,7 +27,7 @@ TEMPLATE = "{% for message in messages %}<|user|>{{ message['content'] }}{% endf
 
 def write(file, *, arch="llama", head=False, drop=(), more=None, **metadata):
     """A GGUF file of a small model, in Q8_0 and fp32, with a byte-level BPE."""
-    writer, coins = gguf.GGUFWriter(file, arch), np.random.default_rng(0)
+    writer, rng = gguf.GGUFWriter(file, arch), np.random.default_rng(0)
     writer.add_name("small")
     writer.add_license("apache-2.0")
     writer.add_context_length(256)
@@ -75,7 +75,7 @@ def write(file, *, arch="llama", head=False, drop=(), more=None, **metadata):
     for name, shape in shapes.items():
         if name in drop:
             continue
-        values = coins.normal(0.0 if len(shape) == 2 else 1.0, 0.2, shape).astype(np.float32)
+        values = rng.normal(0.0 if len(shape) == 2 else 1.0, 0.2, shape).astype(np.float32)
         if len(shape) == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)

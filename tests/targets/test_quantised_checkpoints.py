@@ -43,10 +43,8 @@ def spread(scale, shape):
 
 def quantise(weight, block, dtype, scale_dtype):
     """A weight as stored, its scales, and what their product is."""
-    coins = torch.Generator().manual_seed(weight.numel())
-    scale = (
-        (0.5 + torch.rand(grid_of(weight.shape, block), generator=coins)) * weight.abs().max() / TOP[dtype]
-    )
+    rng = torch.Generator().manual_seed(weight.numel())
+    scale = (0.5 + torch.rand(grid_of(weight.shape, block), generator=rng)) * weight.abs().max() / TOP[dtype]
     scale = scale.to(scale_dtype)
     stored = (weight.float() / spread(scale.float(), weight.shape)).clamp(-TOP[dtype], TOP[dtype])
     stored = (stored.round() if dtype == INT8 else stored).to(dtype)

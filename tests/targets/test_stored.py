@@ -15,7 +15,7 @@ from longtrain.errors import ArtifactError, TargetMismatchError
 from longtrain.targets.info import TargetInfo, rope_values
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 IDS = torch.randint(0, 97, (1, 23), generator=torch.Generator().manual_seed(3))
@@ -58,7 +58,7 @@ def same_logits(folder, **keys):
     target = load_target(folder, dtype="float64", **keys)
     with torch.no_grad():
         cache, pos_BT = target.new_cache(1, 32, 32), torch.arange(IDS.shape[1])[None]
-        ours = target(Rows(pos_BT, ids_BT=IDS), cache, want=Want("all")).logits_BTV
+        ours = target(TokenBatch(pos_BT, ids_BT=IDS), cache, outputs=OutputRequest("all")).logits_BTV
         theirs = stock(IDS).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     return target

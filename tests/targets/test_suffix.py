@@ -13,7 +13,7 @@ from longtrain.kernels.importance import Span
 from longtrain.targets import lora as lora_of_targets
 from longtrain.targets.loading import random_target
 from longtrain.targets.lora import Lora
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 from longtrain.targets.suffix import GROUPS, SuffixRun
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
@@ -27,7 +27,7 @@ def prompts(target, lengths=LENGTHS, seed=0):
     ids = torch.randint(target.info.vocab_size, (len(lengths), max(lengths)), generator=gen)
     cache, n = target.new_cache(len(lengths), max(lengths) + M, 0), torch.tensor(lengths)
     pos = torch.arange(max(lengths)).expand(len(lengths), -1)
-    step = target.forward(Rows(pos, ids, n_B=n), cache, want=Want("all"))
+    step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=OutputRequest("all"))
     cache.commit(None, n)
     return ids, cache, step
 
@@ -73,11 +73,11 @@ def attention(target, embeds, cache):
     seen = []
     length = int(cache.len_B[0])
 
-    def watch(layer, q, k, v):
+    def hook(layer, q, k, v):
         seen.append((q[0].double(), k[0].double()))
 
     pos = length + torch.arange(M)[None]
-    target.forward(Rows(pos, embeds_BTE=embeds[None]), cache, want=Want("none"), watch=watch)
+    target.forward(TokenBatch(pos, embeds_BTE=embeds[None]), cache, outputs=OutputRequest("none"), hook=hook)
     found, group = [], target.info.n_heads // target.info.n_kv_heads
     for layer, (q, own) in enumerate(seen):
         keys = torch.cat((cache.k_LBGSD[layer, 0, :, :length].double(), own), 1).repeat_interleave(group, 0)
@@ -110,8 +110,8 @@ def test_rows_compute_what_the_target_with_merged_weights_computes(family):
         for layer in range(target.info.n_layers):
             alone.write(layer, *(x[layer, b : b + 1, :, :length] for x in (cache.k_LBGSD, cache.v_LBGSD)))
         alone.commit(None, torch.tensor([length]))
-        want = attention(other, embeds[b * M : (b + 1) * M], alone)
-        for mine, theirs in zip(got, want, strict=True):
+        outputs = attention(other, embeds[b * M : (b + 1) * M], alone)
+        for mine, theirs in zip(got, outputs, strict=True):
             torch.testing.assert_close(mine[b, :, :length], theirs, rtol=1e-6, atol=1e-7)  # HF norms: fp32
             assert not mine[b, :, length:].any()
 
@@ -161,11 +161,11 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
     target = random_target(family, seed=3, dtype=torch.float64)
     _, cache, _ = prompts(target)
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
-    adapters, coins = lora(target), torch.Generator().manual_seed(7)
+    adapters, rng = lora(target), torch.Generator().manual_seed(7)
     given = [embeds, *(x for one in adapters for x in (one.a_LRE, one.b_LOR))]
     with torch.no_grad():
-        weights = [torch.randn(s.shape, generator=coins) for s in run(target, cache, embeds, adapters)]
-    ways = [torch.randn(x.shape, generator=coins, dtype=torch.float64) * (x != 0) for x in given]
+        weights = [torch.randn(s.shape, generator=rng) for s in run(target, cache, embeds, adapters)]
+    ways = [torch.randn(x.shape, generator=rng, dtype=torch.float64) * (x != 0) for x in given]
 
     def loss():
         found = zip(run(target, cache, embeds, adapters), weights, strict=True)
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
             x.data += step * way
         return (sides[0] - sides[1]) / step / 2
 
-    want, found = slope(), []
+    outputs, found = slope(), []
     for x in given:
         x.requires_grad_()
     for joined, together in ((False, 2**25), (False, 1), (True, 2**25)):
@@ -192,7 +192,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
         grads = torch.autograd.grad(loss(), given, allow_unused=True)
         found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
         got = float(sum((g * way).sum() for g, way in zip(found[-1], ways, strict=True)))
-        assert got == pytest.approx(want, rel=1e-5)  # the differences', and the norms' weights are fp32
+        assert got == pytest.approx(outputs, rel=1e-5)  # the differences', and the norms' weights are fp32
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

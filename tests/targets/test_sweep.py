@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.errors import LongtrainError
 from longtrain.targets.loading import load_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 CONFIGS = 60
@@ -46,69 +46,69 @@ FAULTS = (
 
 def drawn(seed):
     """Config values, how weights are stored, and the words of a refusal where there is a fault."""
-    coins = random.Random(seed)
-    family = coins.choice(FAMILIES)
-    kv_heads = coins.choice((1, 2, 3))
-    heads, head_dim = kv_heads * coins.choice((1, 2, 3, 5)), coins.choice((8, 16, 20))
-    tied = coins.random() < 0.5
+    rng = random.Random(seed)
+    family = rng.choice(FAMILIES)
+    kv_heads = rng.choice((1, 2, 3))
+    heads, head_dim = kv_heads * rng.choice((1, 2, 3, 5)), rng.choice((8, 16, 20))
+    tied = rng.random() < 0.5
     values = {
         "model_type": family,
         "vocab_size": 61,
-        "hidden_size": coins.choice((heads * 8, 40, 48)),
-        "intermediate_size": coins.choice((24, 56)),
-        "num_hidden_layers": coins.choice((1, 2, 3)),
+        "hidden_size": rng.choice((heads * 8, 40, 48)),
+        "intermediate_size": rng.choice((24, 56)),
+        "num_hidden_layers": rng.choice((1, 2, 3)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 128,
-        "rms_norm_eps": coins.choice((1e-5, 1e-6)),
-        "hidden_act": coins.choice(("silu", "swish", "gelu")),
+        "rms_norm_eps": rng.choice((1e-5, 1e-6)),
+        "hidden_act": rng.choice(("silu", "swish", "gelu")),
         "tie_word_embeddings": tied,
-        "rope_theta": coins.choice(THETAS),
+        "rope_theta": rng.choice(THETAS),
         "return_dict": True,
     }
     if values["hidden_size"] % heads:  # transformers' Llama wants a multiple even where head_dim says it
         values["hidden_size"] = heads * 8
-    if values["hidden_size"] != heads * 8 or coins.random() < 0.7:
+    if values["hidden_size"] != heads * 8 or rng.random() < 0.7:
         values["head_dim"] = head_dim
-    if coins.random() < 0.7:
-        values["rope_scaling"] = coins.choice(ROPES)
+    if rng.random() < 0.7:
+        values["rope_scaling"] = rng.choice(ROPES)
     if family in ("llama", "qwen3"):
-        values["attention_bias"] = coins.random() < 0.5
+        values["attention_bias"] = rng.random() < 0.5
     if family == "llama":
-        values["mlp_bias"] = coins.random() < 0.3
+        values["mlp_bias"] = rng.random() < 0.3
     if family == "mistral":
-        values["sliding_window"] = coins.choice((None, 128, 4096))
+        values["sliding_window"] = rng.choice((None, 128, 4096))
     if seed % 4:
-        return values, coins, ""
+        return values, rng, ""
     fault, cause = FAULTS[seed // 4 % len(FAULTS)]
-    return {**values, **fault}, coins, cause
+    return {**values, **fault}, rng, cause
 
 
-def stored(model, coins):
+def stored(model, rng):
     """Tensors of a model as somebody stores them."""
-    dtype = coins.choice((torch.float32, torch.bfloat16, torch.float16))
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16))
     tensors = {name: one.to(dtype) for name, one in model.state_dict().items()}
-    if model.config.tie_word_embeddings and coins.random() < 0.7:
+    if model.config.tie_word_embeddings and rng.random() < 0.7:
         del tensors["lm_head.weight"]
-    elif coins.random() < 0.3:  # another head than the config says
+    elif rng.random() < 0.3:  # another head than the config says
         tensors["lm_head.weight"] = torch.randn_like(tensors["lm_head.weight"], dtype=torch.float32).to(dtype)
     tensors = {name: one.clone() for name, one in tensors.items()}
-    if model.config.tie_word_embeddings and "lm_head.weight" not in tensors and coins.random() < 0.3:
+    if model.config.tie_word_embeddings and "lm_head.weight" not in tensors and rng.random() < 0.3:
         tensors = {name.removeprefix("model."): one for name, one in tensors.items()}
     return tensors
 
 
-def write(folder, tensors, coins):
+def write(folder, tensors, rng):
     """One file or shards, of safetensors or of torch."""
-    names, ends = sorted(tensors), coins.choice((".safetensors", ".bin"))
-    coins.shuffle(names)
+    names, ends = sorted(tensors), rng.choice((".safetensors", ".bin"))
+    rng.shuffle(names)
     stem = "model" if ends == ".safetensors" else "pytorch_model"
-    parts = [names[i::3] for i in range(3)] if coins.random() < 0.5 else [names]
+    parts = [names[i::3] for i in range(3)] if rng.random() < 0.5 else [names]
     files = [f"{stem}-{i}{ends}" for i in range(3)] if len(parts) > 1 else [f"{stem}{ends}"]
     for file, part in zip(files, parts, strict=True):
         state = {name: tensors[name] for name in part}
         if ends == ".bin":
-            torch.save(state, folder / file, _use_new_zipfile_serialization=coins.random() < 0.5)
+            torch.save(state, folder / file, _use_new_zipfile_serialization=rng.random() < 0.5)
         else:
             save_file(state, folder / file, metadata={"format": "pt"})
     if len(parts) > 1:
@@ -118,7 +118,7 @@ def write(folder, tensors, coins):
 
 @pytest.mark.parametrize("seed", range(CONFIGS))
 def test_logits_are_those_of_transformers_or_the_cause_is_named(seed, tmp_path, tokenizer_folder):
-    values, coins, cause = drawn(seed)
+    values, rng, cause = drawn(seed)
     folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(values))
     torch.manual_seed(seed)
@@ -132,13 +132,15 @@ def test_logits_are_those_of_transformers_or_the_cause_is_named(seed, tmp_path, 
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
-    write(folder, stored(model, coins), coins)
+    write(folder, stored(model, rng), rng)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     target = load_target(folder, dtype="float64")
     ids_BT = torch.randint(0, 61, (2, 100), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         pos_BT = torch.arange(100).expand(2, -1)
-        ours = target(Rows(pos_BT, ids_BT=ids_BT), target.new_cache(2, 128, 128), want=Want("all")).logits_BTV
+        ours = target(
+            TokenBatch(pos_BT, ids_BT=ids_BT), target.new_cache(2, 128, 128), outputs=OutputRequest("all")
+        ).logits_BTV
         theirs = stock(ids_BT).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     ends = load_target(folder, dtype="float64", layers=False)

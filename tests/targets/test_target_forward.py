@@ -9,7 +9,7 @@ from longtrain.cache.base import Causal, Tree
 from longtrain.errors import ConfigError, DataError
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES as SHAPE_TABLE
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 SHAPES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 # Norms and rotary angles run in fp32 inside these models, whatever their dtype: inputs that differ by 1e-16
@@ -44,7 +44,7 @@ def random_ids(*shape, seed=0):
 def prefill(target, ids_BT, n_B):
     cache = target.new_cache(len(ids_BT), 64, 12)
     pos_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
-    step = target(Rows(pos_BT, ids_BT, n_B=n_B), cache, want=Want("last"))
+    step = target(TokenBatch(pos_BT, ids_BT, n_B=n_B), cache, outputs=OutputRequest("last"))
     cache.commit(None, n_B)
     return cache, step
 
@@ -54,7 +54,7 @@ def test_prefill_equals_transformers(target):
     ids_BT = random_ids(2, 13)
     cache = target.new_cache(2, 32, 0)
     pos_BT = torch.arange(13).expand(2, -1)
-    step = target(Rows(pos_BT, ids_BT), cache, want=Want("all"))
+    step = target(TokenBatch(pos_BT, ids_BT), cache, outputs=OutputRequest("all"))
     for row, ids_T in zip(step.logits_BTV, ids_BT, strict=True):
         torch.testing.assert_close(row, stock_logits(target, ids_T), **CLOSE)
 
@@ -68,7 +68,7 @@ def test_a_ragged_batch_decodes_as_each_sequence_alone(target):
     expected = [stock_logits(target, whole) for whole in wholes]
     got = [step.logits_BTV[:, 0]]
     for t in range(6):
-        step = target(Rows(cache.len_B[:, None], more_BT[:, t : t + 1]), cache)
+        step = target(TokenBatch(cache.len_B[:, None], more_BT[:, t : t + 1]), cache)
         got.append(step.logits_BTV[:, 0])
         cache.commit(None, torch.ones_like(n_B))
     for b in range(3):
@@ -86,8 +86,8 @@ def test_tree_rows_equal_each_path_alone(target):
     n_B = torch.tensor([9, 4])
     ids_BT, tree_BN = random_ids(2, 9), random_ids(2, 7, seed=2)
     cache, _ = prefill(target, ids_BT, n_B)
-    rows = Rows(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1)))
-    step = target(rows, cache, want=Want("all"))
+    rows = TokenBatch(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1)))
+    step = target(rows, cache, outputs=OutputRequest("all"))
     for b in range(2):
         for node in range(7):
             path = [i for i in range(7) if visible[node, i]]
@@ -104,11 +104,11 @@ def test_commit_of_a_path_equals_recomputing_it(target):
     ids_BT, tree_BN = random_ids(2, 6), random_ids(2, 5, seed=3)
     cache, _ = prefill(target, ids_BT, n_B)
     depth = torch.tensor([0, 1, 1, 2, 3])
-    target(Rows(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1))), cache)
+    target(TokenBatch(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1))), cache)
     path_BP, accepted_B = torch.tensor([[0, 2, 3, 4], [0, 1, 0, 0]]), torch.tensor([4, 2])
     cache.commit(path_BP, accepted_B)
     after_BT = random_ids(2, 1, seed=4)
-    step = target(Rows(cache.len_B[:, None], after_BT), cache)
+    step = target(TokenBatch(cache.len_B[:, None], after_BT), cache)
     for b in range(2):
         path = tree_BN[b, path_BP[b, : accepted_B[b]]]
         whole = torch.cat([ids_BT[b, : n_B[b]], path, after_BT[b]])
@@ -120,7 +120,7 @@ def test_packed_equals_each_document_alone(target):
     bounds = (0, 5, 6, 17)
     ids_T = random_ids(17)
     pos_T = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
-    packed = target.packed(ids_T, pos_T, bounds, Want("none", hidden=(-1,), kv=(1,)))
+    packed = target.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=(-1,), kv=(1,)))
     k_TGD, v_TGD = packed.kv[1]
     for start, stop in pairwise(bounds):
         doc = slice(start, stop)
@@ -142,13 +142,13 @@ def test_a_packed_row_gives_any_layers_as_separate_forwards_do(fused):
         four.fuse()
     bounds, ids_T = (0, 5, 17), random_ids(17)
     pos_T = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
-    packed = four.packed(ids_T, pos_T, bounds, Want("none", hidden=(0, 2, -1), kv=(1, 3)))
+    packed = four.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=(0, 2, -1), kv=(1, 3)))
     assert set(packed.hidden) == {0, 2, -1} and set(packed.kv) == {1, 3}
     for start, stop in pairwise(bounds):
         doc, n_B = slice(start, stop), torch.tensor([stop - start])
         cache = four.new_cache(1, 32, 0)
-        rows = Rows(pos_T[None, doc], ids_T[None, doc])
-        alone = four(rows, cache, want=Want("none", hidden=(0, 2, -1)))
+        rows = TokenBatch(pos_T[None, doc], ids_T[None, doc])
+        alone = four(rows, cache, outputs=OutputRequest("none", hidden=(0, 2, -1)))
         cache.commit(None, n_B)
         for layer, hidden_TE in packed.hidden.items():
             torch.testing.assert_close(hidden_TE[doc], alone.hidden[layer][0], **CLOSE)
@@ -156,7 +156,7 @@ def test_a_packed_row_gives_any_layers_as_separate_forwards_do(fused):
             for mine_TGD, stored_LBGSD in zip(kv, (cache.k_LBGSD, cache.v_LBGSD), strict=True):
                 stored_TGD = stored_LBGSD[layer, 0, :, : stop - start].transpose(0, 1)
                 torch.testing.assert_close(mine_TGD[doc], stored_TGD, **CLOSE)
-    first = four.packed(ids_T, pos_T, bounds, Want("none", hidden=(0,), kv=(1, 2), stop_at_layer=2))
+    first = four.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=(0,), kv=(1, 2), stop_at_layer=2))
     assert set(first.hidden) == {0} and torch.equal(first.hidden[0], packed.hidden[0])
     assert torch.equal(first.kv[1][0], packed.kv[1][0])
 
@@ -164,14 +164,14 @@ def test_a_packed_row_gives_any_layers_as_separate_forwards_do(fused):
 @torch.no_grad()
 def test_stopping_at_a_layer_gives_the_same_keys_and_runs_nothing_after(target):
     ids_T, pos_T = random_ids(8), torch.arange(8)
-    whole = target.packed(ids_T, pos_T, (0, 8), Want("none", hidden=(-1,), kv=(1,)))
+    whole = target.packed(ids_T, pos_T, (0, 8), OutputRequest("none", hidden=(-1,), kv=(1,)))
     ran = []
     handles = [target.model.model.layers[1].mlp.register_forward_hook(lambda *_: ran.append("mlp"))]
     handles.append(target.model.model.norm.register_forward_hook(lambda *_: ran.append("norm")))
     try:
-        early = target.packed(ids_T, pos_T, (0, 8), Want("none", stop_at_layer=1, kv=(1,)))
+        early = target.packed(ids_T, pos_T, (0, 8), OutputRequest("none", stop_at_layer=1, kv=(1,)))
         cache = target.new_cache(1, 16, 0)
-        target(Rows(pos_T[None], ids_T[None]), cache, want=Want("none", stop_at_layer=1))
+        target(TokenBatch(pos_T[None], ids_T[None]), cache, outputs=OutputRequest("none", stop_at_layer=1))
     finally:
         for handle in handles:
             handle.remove()
@@ -186,7 +186,9 @@ def test_stopping_at_a_layer_gives_the_same_keys_and_runs_nothing_after(target):
 @torch.no_grad()
 def test_hidden_states_are_layer_outputs(llama):
     ids_BT, pos_BT = random_ids(2, 6), torch.arange(6).expand(2, -1)
-    step = llama(Rows(pos_BT, ids_BT), llama.new_cache(2, 8, 0), want=Want("all", hidden=(0, 1, -1)))
+    step = llama(
+        TokenBatch(pos_BT, ids_BT), llama.new_cache(2, 8, 0), outputs=OutputRequest("all", hidden=(0, 1, -1))
+    )
     assert not llama.model.model.layers[0]._forward_hooks
     normed = llama.model.model.norm(step.hidden[1])
     torch.testing.assert_close(step.hidden[-1], normed)
@@ -200,12 +202,12 @@ def test_hidden_states_are_layer_outputs(llama):
 @torch.no_grad()
 def test_embeddings_instead_of_ids(llama):
     ids_BT, pos_BT = random_ids(1, 6), torch.arange(6)[None]
-    by_ids = llama(Rows(pos_BT, ids_BT), llama.new_cache(1, 8, 0))
-    by_rows = llama(Rows(pos_BT, embeds_BTE=llama.embed(ids_BT)), llama.new_cache(1, 8, 0))
+    by_ids = llama(TokenBatch(pos_BT, ids_BT), llama.new_cache(1, 8, 0))
+    by_rows = llama(TokenBatch(pos_BT, embeds_BTE=llama.embed(ids_BT)), llama.new_cache(1, 8, 0))
     assert torch.equal(by_ids.logits_BTV, by_rows.logits_BTV)
     for given in ({}, {"ids_BT": ids_BT, "embeds_BTE": llama.embed(ids_BT)}):
         with pytest.raises(DataError, match="not both"):
-            Rows(pos_BT, **given)
+            TokenBatch(pos_BT, **given)
 
 
 @torch.no_grad()
@@ -214,9 +216,11 @@ def test_the_head_runs_over_wanted_rows_only(llama, monkeypatch):
     head = type(llama).head
     monkeypatch.setattr(type(llama), "head", lambda self, h: seen.append(tuple(h.shape)) or head(self, h))
     pos_BT, ids_BT, n_B = torch.arange(6).expand(2, -1), random_ids(2, 6), torch.tensor([6, 2])
-    last = llama(Rows(pos_BT, ids_BT, n_B=n_B), llama.new_cache(2, 8, 0)).logits_BTV
-    every = llama(Rows(pos_BT, ids_BT), llama.new_cache(2, 8, 0), want=Want("all")).logits_BTV
-    none = llama(Rows(pos_BT, ids_BT), llama.new_cache(2, 8, 0), want=Want("none"))
+    last = llama(TokenBatch(pos_BT, ids_BT, n_B=n_B), llama.new_cache(2, 8, 0)).logits_BTV
+    every = llama(
+        TokenBatch(pos_BT, ids_BT), llama.new_cache(2, 8, 0), outputs=OutputRequest("all")
+    ).logits_BTV
+    none = llama(TokenBatch(pos_BT, ids_BT), llama.new_cache(2, 8, 0), outputs=OutputRequest("none"))
     llama.packed(ids_BT[0], pos_BT[0], (0, 6))
     assert seen == [(2, 1, 48), (2, 6, 48)]
     assert none.logits_BTV is None
@@ -239,29 +243,33 @@ def test_gradients_flow_through_a_packed_row_to_its_embeddings(llama, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "want",
+    "outputs",
     [
-        Want("last", stop_at_layer=1),
-        Want("none", (-1,), 1),
-        Want("none", (1,), 1),
-        Want("none", (2,)),
-        Want("none", stop_at_layer=9),
-        Want("none", kv=(0,)),
+        OutputRequest("last", stop_at_layer=1),
+        OutputRequest("none", (-1,), 1),
+        OutputRequest("none", (1,), 1),
+        OutputRequest("none", (2,)),
+        OutputRequest("none", stop_at_layer=9),
+        OutputRequest("none", kv=(0,)),
     ],
 )
-def test_wants_that_cannot_be_had_are_refused(llama, want):
-    rows = Rows(torch.arange(3)[None], random_ids(1, 3))
+def test_wants_that_cannot_be_had_are_refused(llama, outputs):
+    rows = TokenBatch(torch.arange(3)[None], random_ids(1, 3))
     with pytest.raises(ConfigError, match="allowed"):
-        llama(rows, llama.new_cache(1, 8, 0), want=want)
+        llama(rows, llama.new_cache(1, 8, 0), outputs=outputs)
 
 
 def test_packed_rows_that_make_no_sense_are_refused(llama):
     ids_T, pos_T = random_ids(4), torch.arange(4)
     with pytest.raises(DataError, match="4 tokens"):
         llama.packed(ids_T, pos_T, (0, 3))
-    for want in (Want(), Want("none", kv=(-1,)), Want("none", kv=(1,), stop_at_layer=0)):
+    for outputs in (
+        OutputRequest(),
+        OutputRequest("none", kv=(-1,)),
+        OutputRequest("none", kv=(1,), stop_at_layer=0),
+    ):
         with pytest.raises(ConfigError, match="allowed"):
-            llama.packed(ids_T, pos_T, (0, 4), want)
+            llama.packed(ids_T, pos_T, (0, 4), outputs)
 
 
 def test_a_model_called_past_its_target_says_so(llama):
@@ -342,7 +350,7 @@ def test_on_a_gpu_bf16_stays_near_the_cpu(shape):
     assert (packed - other).norm() <= 0.05 * packed.norm()
     cache = far.new_cache(1, 40, 0)
     for row in range(25):
-        rows = Rows(pos_T[None, row : row + 1].cuda(), ids_T[None, row : row + 1].cuda(), mask=Causal())
-        step = far(rows, cache, want=Want("none", (-1,)))
+        rows = TokenBatch(pos_T[None, row : row + 1].cuda(), ids_T[None, row : row + 1].cuda(), mask=Causal())
+        step = far(rows, cache, outputs=OutputRequest("none", (-1,)))
         cache.commit(None, torch.ones(1, dtype=torch.int64, device="cuda"))
     assert (packed[24] - step.hidden[-1][0, 0].float().cpu()).norm() <= 0.05 * packed[24].norm()

@@ -81,14 +81,14 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest_and_both_go_on_from_thei
     kept = {name: sorted(optimizer.state[p]) for name, p in module.named_parameters()}
     assert kept["proj.weight"] == ["momentum_buffer"]
     assert kept["lm_head.weight"] == kept["proj.bias"] == ["exp_avg", "exp_avg_sq", "step"]
-    twin = made(1)
-    twin.load_state_dict(module.state_dict())
-    again, rates = settings.build(twin.named_parameters(), max_steps=10)
+    reference = made(1)
+    reference.load_state_dict(module.state_dict())
+    again, rates = settings.build(reference.named_parameters(), max_steps=10)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     rates.load_state_dict(schedule.state_dict())
-    for one in ((module, optimizer, schedule), (twin, again, rates)):
+    for one in ((module, optimizer, schedule), (reference, again, rates)):
         step(*one)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
 
 
 def test_muon_without_matrices_or_under_zero_is_refused():

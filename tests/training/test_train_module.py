@@ -158,7 +158,7 @@ def program(folder, *settings):
     return subprocess.Popen([sys.executable, toy.__file__, str(folder), "noise=false", *settings], env=env)
 
 
-def figures(folder):
+def metrics(folder):
     return [
         {key: pytest.approx(float(value), rel=1e-5) for key, value in row.items() if value}
         for row in table.read(folder / "metrics.csv")
@@ -178,7 +178,7 @@ def test_two_processes_train_as_one_and_take_over_from_one(tmp_path):
     one, two, mixed = (table.read(tmp_path / name / "metrics.csv") for name in ("one", "two", "mixed"))
     assert len(one) == 7
     numbers = [{key: float(value) for key, value in row.items() if value} for row in one]
-    assert numbers == figures(tmp_path / "two") == figures(tmp_path / "mixed")
+    assert numbers == metrics(tmp_path / "two") == metrics(tmp_path / "mixed")
     assert two[-1].keys() == mixed[-1].keys()
 
 
@@ -228,13 +228,13 @@ def test_a_loss_by_document_is_divided_by_the_steps_documents(tmp_path, monkeypa
             documents = len(batch.bounds) - 1
             return Loss(loss.total / loss.tokens * documents, loss.tokens)
 
-    def steps(self, item, get=toy.Rows.__getitem__):
+    def steps(self, item, get=toy.TokenBatch.__getitem__):
         batch = get(self, item)
         documents = 1 + batch.seed % 3
         bounds = (*range(documents), len(batch.ids_T))
         return replace(batch, bounds=bounds, documents_in_step=sum(1 + i % 3 for i in range(4)))
 
-    monkeypatch.setattr(toy.Rows, "__getitem__", steps)
+    monkeypatch.setattr(toy.TokenBatch, "__getitem__", steps)
     draft, total = toy.Draft(), 0.0
     for index in range(4):
         ids_T, mask_T = toy.row(index)

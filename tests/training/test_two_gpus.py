@@ -43,7 +43,7 @@ class Runs:
             *(sys.executable, "-m", "longtrain", "train", f"+recipe={method}_tiny", f"trainer={trainer}"),
             *(f"home={self.home}", f"name={name}", "target.device=auto", "callbacks.progress=false"),
             *(f"trainer.devices={1 if trainer == 'one_gpu' else 2}", f"trainer.max_steps={STEPS}"),
-            *("trainer.accumulate_grad_batches=1", f"trainer.rows_per_step={rows}"),
+            *("trainer.accumulate_grad_batches=1", f"trainer.sequences_per_step={rows}"),
             *("trainer.val_every=0", "trainer.log_every=1", "trainer.gradient_clip_val=0.5", *more),
         ]
 

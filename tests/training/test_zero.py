@@ -54,7 +54,7 @@ def lines(folder):
     return len(table.read(folder / "metrics.csv"))
 
 
-def figures(folder):
+def metrics(folder):
     return [
         {key: float(value) for key, value in row.items() if value}
         for row in table.read(folder / "metrics.csv")
@@ -63,7 +63,7 @@ def figures(folder):
 
 def alike(folder, other):
     """Figures equal up to the order of fp32 sums."""
-    rows, others = figures(folder), figures(other)
+    rows, others = metrics(folder), metrics(other)
     assert len(rows) == len(others) == 10
     for row, known in zip(rows, others, strict=True):
         assert row == {key: pytest.approx(value, rel=2e-5) for key, value in known.items()}
@@ -93,7 +93,7 @@ def test_zero_trains_as_one_process_with_accumulation_and_clipping(one, tmp_path
     """Loss, gradient norm and weights; a gradient twice divided by 2 would not be clipped as much."""
     run(2, tmp_path / "zero", *ZERO, f'zero={{"stage": {stage}}}')
     alike(tmp_path / "zero", one)
-    assert all(row["train/grad_norm"] > 0.05 for row in figures(one) if "train/grad_norm" in row)
+    assert all(row["train/grad_norm"] > 0.05 for row in metrics(one) if "train/grad_norm" in row)
     (mine, schedule), (theirs, other) = tensors(tmp_path / "zero"), tensors(one)
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     assert schedule == other

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.errors import LongtrainError
 from longtrain.methods.spec import Loss, Objective
 from longtrain.training.callbacks import Stopped
@@ -76,7 +76,7 @@ class Toy(Objective):
         return Loss(total, int(count), {"acc_1": (right, count), "acc_2": (right * 0, count)})
 
 
-class Rows(Dataset):
+class TokenBatch(Dataset):
     """Micro-batches as a function of their number; lengths and label counts differ."""
 
     def __init__(self, n, *, per_step, rank, world, start=0):
@@ -108,20 +108,22 @@ def row(index):
 
 
 class Data(lightning.LightningDataModule):
-    def __init__(self, steps, per_step, val_rows=6):
+    def __init__(self, steps, per_step, val_sequences=6):
         super().__init__()
-        self.steps, self.per_step, self.val_rows, self.start_batch = steps, per_step, val_rows, 0
+        self.steps, self.per_step, self.val_sequences, self.start_batch = steps, per_step, val_sequences, 0
 
     def _loader(self, n, per_step, start):
         trainer = self.trainer
-        rows = Rows(n, per_step=per_step, rank=trainer.global_rank, world=trainer.world_size, start=start)
+        rows = TokenBatch(
+            n, per_step=per_step, rank=trainer.global_rank, world=trainer.world_size, start=start
+        )
         return DataLoader(rows, batch_size=None)
 
     def train_dataloader(self):
         return self._loader(self.steps * self.per_step, self.per_step, self.start_batch)
 
     def val_dataloader(self):
-        return self._loader(self.val_rows, self.val_rows, 0)
+        return self._loader(self.val_sequences, self.val_sequences, 0)
 
 
 def train(

@@ -1,8 +1,8 @@
-"""Calls that may never end, in a process beside this one: chat templates are programs of whoever wrote them.
+"""Runs chat templates, which are untrusted programs, in a child process with limits of time and memory.
 
-The process is forked at the first call, so that it has the tokenizer without loading it, and does all later
-calls for the same tokenizer. It touches no GPU and no file of this process. Jinja's sandbox keeps a template
-from everything but time and memory; here both have a limit.
+The process is forked at the first call, so it inherits the loaded tokenizer, and it serves all later calls
+for the same tokenizer. It uses no GPU and closes this process's files. Jinja's sandbox limits what a template
+can reach, but not its time and memory, so both are limited here.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any
 from longtrain.errors import first_line
 
 SECONDS = 30.0
-"""How long a call may take; one of a million tokens takes a few."""
+"""Time limit of a call; one of a million tokens takes a few seconds."""
 MEMORY = 4 * 2**30
-"""Bytes that a call may take beyond what this process has."""
+"""Bytes that a call may allocate in addition to the memory of this process."""
 
 _one_at_a_time = threading.Lock()
 
 
-class Failed(Exception):  # noqa: N818 - it is told of as a DataError
-    """The call failed; the text says how, in one line."""
+class Failed(Exception):  # noqa: N818 - callers raise a DataError
+    """Error of a failed call, with the reason in one line."""
 
 
 class Bounded:
-    """Does calls of one function in a process beside this one, each within a time and a memory limit.
+    """Calls a function in a child process, each call within a time and a memory limit.
 
     Args:
-        work: what is called; it gives back plain values. What it holds is that of the moment of the first
-            call.
+        work: the function. It must return plain values, and sees this process's objects as they were at the
+            first call.
     """
 
     def __init__(self, work: Callable[..., Any]) -> None:
@@ -48,10 +48,10 @@ class Bounded:
         self._pipe: Connection | None = None
 
     def __call__(self, *args: Any, seconds: float = SECONDS, **options: Any) -> Any:
-        """What `work` gives back.
+        """Call `work`, and return its result.
 
         Raises:
-            Failed: it raised something, took too long, or needed too much memory.
+            Failed: `work` raised an exception, took too long, or needed too much memory.
         """
         with _one_at_a_time:
             if self._pipe is None or self._owner != os.getpid():
@@ -65,7 +65,7 @@ class Bounded:
             except (EOFError, OSError):
                 self.close()
                 raise Failed("its process ended, perhaps for lack of memory") from None
-            except BaseException:  # an answer that nobody waits for would be taken for that of the next call
+            except BaseException:  # a late result would be read as that of the next call
                 self.close()
                 raise
         if not done:
@@ -95,7 +95,7 @@ class Bounded:
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Without the warnings of tokenizers, which is told to use no threads, and of Python."""
+    """Suppress the fork warnings of Python and of tokenizers, whose threads are disabled inside the block."""
     name, before = "TOKENIZERS_PARALLELISM", os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ[name] = before or "false"
     try:
@@ -108,16 +108,16 @@ def _quiet_fork() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, work: Callable[..., Any]) -> None:
-    """Do calls until the other end is gone; never comes back."""
+    """Serve calls until the parent closes the pipe; never returns."""
     try:
-        gc.freeze()  # nothing of the other process is freed here, tensors on a GPU above all
+        gc.freeze()  # never free inherited objects here, GPU tensors above all
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        os.closerange(3, pipe.fileno())  # locks of the other process among them
+        os.closerange(3, pipe.fileno())  # includes files that the parent has locked
         os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         pages = (
             int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
@@ -129,7 +129,7 @@ def _serve(pipe: Connection, work: Callable[..., Any]) -> None:
             args, options = pipe.recv()
             try:
                 answer = (True, work(*args, **options))
-            except BaseException as error:  # a template can fail in any way there is
+            except BaseException as error:  # a template can raise anything
                 answer = (False, first_line(error))
             pipe.send(answer)
     except BaseException:  # the other end is gone

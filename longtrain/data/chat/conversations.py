@@ -1,4 +1,4 @@
-"""Conversations as tokens and labels: every answer, or a prompt and its last answer.
+"""Tokenises conversations and labels every answer, or only the last one with all before it as the prompt.
 
 Shapes: T tokens of one conversation.
 """
@@ -25,13 +25,13 @@ AUDIT_FIRST, AUDIT_EVERY = 200, 50
 
 @dataclass
 class Conversations:
-    """Renders conversations, keeps them within the limit, and checks their labels.
+    """Tokenises conversations with the chat template, limits their length, and checks their labels.
 
     Args:
         config: the mixture.
         tokenizer: the target's.
-        limit: most tokens of a conversation; None: no limit.
-        counts: how often each case was met; counted on.
+        limit: largest number of tokens of a conversation; None: no limit.
+        counts: counters of tokenised, shortened and skipped conversations, which are incremented.
     """
 
     config: DataConfig
@@ -45,12 +45,12 @@ class Conversations:
             self.config = replace(self.config, mask=masks.usual(self.tokenizer))
 
     def labelled(self, document: Document) -> tuple[np.ndarray, np.ndarray] | None:
-        """Ids and mask of a whole conversation, every answer a label; None: left out (and counted).
+        """Return ids and mask of a conversation, every answer a label; None if it is skipped (and counted).
 
-        Of a blank answer among others its end marker is a label, where the template marks it.
+        A blank answer contributes its end marker as a label, if the template marks it.
 
         Raises:
-            DataError: the chat template cannot say what the labels are, or says it wrongly.
+            DataError: the chat template does not mark the assistant's tokens, or marks the wrong ones.
         """
         masks.check_template(self.tokenizer, self.config.mask)
         messages = list(document.messages or ())
@@ -71,14 +71,14 @@ class Conversations:
         return rendered.ids_T, rendered.mask_T
 
     def prompt(self, document: Document, *, recorded: bool) -> PromptDocument | None:
-        """A conversation without its last answer, its longest turn shortened where that is asked for.
+        """Return a conversation up to its last answer; `long_documents=truncate` shortens its longest turn.
 
         Args:
             document: a document with messages.
             recorded: keep the last answer, up to `answer_tokens`, as the response.
 
         Returns:
-            None where the conversation is left out (and counted).
+            The prompt, or None if the conversation is skipped (and counted).
 
         Raises:
             DataError: it is too long and `long_documents` is `error`, or the template refuses it.
@@ -114,7 +114,7 @@ class Conversations:
         return PromptDocument(document, ids_T, self._begin(messages, ids_T, document.name), answer_T)
 
     def count(self, tokens: int, labels: int) -> None:
-        """Note a conversation, and look at the share of labels after the first ones."""
+        """Count a conversation's tokens and labels; check the share of labels once enough are counted."""
         self.counts["conversations"] += 1
         self.counts["chat tokens"] += tokens
         self.counts["chat labels"] += labels
@@ -122,7 +122,7 @@ class Conversations:
             self.check_share()
 
     def check_share(self) -> None:
-        """Refuse conversations of which nothing, or everything, is a label.
+        """Refuse conversations in which no token, or every token, is a label.
 
         Raises:
             DataError: a share of 0% or 100%.
@@ -135,7 +135,7 @@ class Conversations:
         return masks.render(self.tokenizer, messages, how=self.config.mask, name=name)
 
     def _check(self, rendered: masks.Rendered, messages: list[Message], name: str) -> None:
-        """Audit the first conversations and a sample of the rest; all or nothing is left to the share."""
+        """Audit the labels of the first conversations and of a sample of the others."""
         self.seen += 1
         if self.config.mask == "all" or (self.seen > AUDIT_FIRST and self.seen % AUDIT_EVERY):
             return
@@ -149,7 +149,7 @@ class Conversations:
             self.counts["endless"] += not marker
 
     def _fitted(self, messages: list[Message], name: str) -> tuple[list[Message], np.ndarray] | None:
-        """The prompt's turns and tokens, within the limit; None: left out."""
+        """Return the prompt's turns and tokens within the length limit; None if it is skipped."""
         ids_T = masks.render_prompt(self.tokenizer, messages, name=name)
         room = len(ids_T) if self.limit is None else self.limit - self.config.answer_tokens
         if len(ids_T) > room and self.config.long_documents == "truncate":
@@ -168,7 +168,7 @@ class Conversations:
         return messages, ids_T
 
     def _begin(self, messages: list[Message], ids_T: np.ndarray, name: str) -> int:
-        """Where the labels begin: at the answer, or at the last question where that is asked for."""
+        """Return the first label's index: the answer's start, or with `question=response` the question's."""
         if self.config.question == "prompt":
             return len(ids_T)
         *context, asked = messages
@@ -187,12 +187,12 @@ class Conversations:
 
 
 def _answers(messages: list[Message]) -> list[str]:
-    """What the assistant wrote, each answer without the blanks around it."""
+    """Return the assistant's answers, stripped of surrounding white space."""
     return [message["content"].strip() for message in messages if message["role"] == "assistant"]
 
 
 def shorten(tokenizer: Any, messages: list[Message], over: int) -> list[Message]:
-    """Cut `over` tokens (and a few more) out of the middle of the longest turn not the assistant's."""
+    """Cut at least `over` tokens out of the middle of the longest turn that is not the assistant's."""
     asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
     if not asked:
         return messages

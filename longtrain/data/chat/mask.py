@@ -1,8 +1,8 @@
-"""Label masks of conversations: which tokens the assistant wrote, and checks that the answer is right.
+"""Computes label masks of conversations (the tokens that the assistant wrote) and checks them.
 
-`mask_T[t]` says that token t itself is a label, predicted from the tokens before it. Objectives pair the
-hidden state at t - 1 with it; a mask shifted against the tokens decodes to something else than the
-assistant's words, which is what `audit` looks at.
+`mask_T[t]` is True if token t is a label, predicted from the tokens before it. Objectives pair it with the
+hidden state at t - 1. A mask that is shifted against the tokens decodes to something else than the
+assistant's words; `audit` checks this.
 
 Shapes: T tokens of one document.
 """
@@ -24,10 +24,10 @@ from longtrain.errors import DataError
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
 ARRAYS = {"input_ids": np.int64, "assistant_masks": np.bool_}
-"""What is read of a conversation in tokens, by the name that the tokenizer gives it."""
+"""Arrays taken from a tokenised conversation, under the tokenizer's names, with their dtypes."""
 
 _renderer: tuple[Any, Bounded] | None = None
-"""The tokenizer that was asked last, and the process that renders with it."""
+"""The last tokenizer used, and the child process that applies its chat template."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Rendered:
 
 
 def check_template(tokenizer: Any, how: str) -> None:
-    """Refuse a tokenizer whose chat template cannot say which tokens are the assistant's.
+    """Refuse a tokenizer whose chat template does not mark the assistant's tokens.
 
     Args:
         tokenizer: the tokenizer of the target.
         how: `template` or `prefix`.
 
     Raises:
-        DataError: no chat template, or `template` is wanted and it has no generation marks.
+        DataError: no chat template, or `how` is `template` and the template has no generation marks.
     """
     template = _template(tokenizer)
     if not template:
@@ -63,22 +63,22 @@ def check_template(tokenizer: Any, how: str) -> None:
 
 
 def usual(tokenizer: Any) -> str:
-    """How labels are found where nothing is said: by generation marks if the chat template has them."""
+    """The default of `data.mask`: by generation marks if the chat template has them, else by prefix."""
     template = _template(tokenizer)
     return "prefix" if template and not MARKS.search(template) else "template"
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) -> Rendered:
-    """A conversation as token ids and label mask.
+    """Tokenise a conversation and compute its label mask.
 
     Args:
         tokenizer: the tokenizer of the target.
         messages: turns with `role` and `content`.
-        how: `template`: the template's generation marks say what the assistant wrote. `prefix`: every turn is
-            rendered on its own prefix, which must be a prefix of the whole; where its tokens are not, since
-            they run over the edge of an answer, answers are tokenised by themselves. `all`: every token is a
-            label.
-        name: what error messages call it.
+        how: `template`: the template's generation marks delimit the assistant's text. `prefix`: the turns are
+            rendered one more at a time, and each text must be a prefix of the whole; if its tokens are not,
+            because a token crosses the edge of an answer, answers are tokenised separately. `all`: every
+            token is a label.
+        name: name of the conversation in error messages.
 
     Raises:
         DataError: the template refuses the conversation, or (`prefix`) rewrites earlier turns.
@@ -86,12 +86,13 @@ def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) 
     if how == "prefix":
         return _render_by_prefix(tokenizer, messages, name)
     if how == "all":
-        whole = _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=False)["input_ids"]
-        return Rendered(np.asarray(whole, np.int64), np.ones(len(whole), bool))
-    encoded = _apply(
+        ids_T = _ids(tokenizer, messages, name)
+        return Rendered(ids_T, np.ones(len(ids_T), bool))
+    encoded = apply_template(
         tokenizer,
         messages,
-        name,
+        name=name,
+        tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
         add_generation_prompt=False,
@@ -100,24 +101,23 @@ def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) 
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Message], *, name: str) -> np.ndarray:
-    """The ids of a conversation up to where the assistant begins to write, int64."""
-    encoded = _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=True)
-    return np.asarray(encoded["input_ids"], np.int64)
+    """Return the ids of a conversation up to the start of the assistant's answer, int64."""
+    return _ids(tokenizer, messages, name, add_generation_prompt=True)
 
 
 def apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], *, name: str, **options: Any
 ) -> Any:
-    """What a tokenizer's chat template makes of a conversation.
+    """Apply a tokenizer's chat template to a conversation.
 
-    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is, so it
-    runs in a process of its own, with a limit of time and memory.
+    A template is a program that may be wrong, hostile or endless, so it runs in a child process with limits
+    of time and memory.
 
     Args:
         tokenizer: the tokenizer of the target.
         messages: turns with `role` and `content`.
-        name: what error messages call the conversation.
-        options: of the tokenizer's `apply_chat_template`.
+        name: name of the conversation in error messages.
+        options: further arguments of the tokenizer's `apply_chat_template`.
 
     Raises:
         DataError: the template fails, or takes too long.
@@ -127,7 +127,7 @@ def apply_template(
         if _renderer is not None:
             _renderer[1].close()
         _renderer = tokenizer, Bounded(partial(_rendered, tokenizer))
-    # what the template reads of the tokenizer may be other than when the process began
+    # tokenizer attributes that the template reads may have changed since the process was forked
     template = getattr(tokenizer, "chat_template", None)
     now = {"chat_template": template} if isinstance(template, str) else {}
     options = {**getattr(tokenizer, "special_tokens_map", {}), **now, **options}
@@ -141,7 +141,7 @@ def apply_template(
 
 
 def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
-    """What `apply_chat_template` gives: a text, or what is read of its tokens in arrays, sent fast."""
+    """Return the result of `apply_chat_template`: text, or arrays of its tokens, which are quick to send."""
     found = tokenizer.apply_chat_template(messages, **options)
     if not isinstance(found, Mapping):
         return found
@@ -149,21 +149,21 @@ def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any)
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of labels as (begin, end)."""
+    """Return the runs of consecutive labels as (begin, end)."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask_T.astype(np.int8), [0]])))
     return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
 def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> str:
-    """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
+    """Check that the labels decode to exactly the assistant's words, each followed only by its end marker.
 
-    A blank answer has its end marker for a label, or nothing.
+    The labels of a blank answer are its end marker, or none.
 
     Args:
         tokenizer: the tokenizer of the target.
         rendered: the conversation's tokens and mask.
-        messages: what they were made from.
-        name: what error messages call it.
+        messages: turns that the tokens were made from.
+        name: name of the conversation in error messages.
 
     Returns:
         The end marker behind the last answer, among the labels; empty if there is none.
@@ -188,10 +188,10 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
 def _paired(
     tokenizer: Any, rendered: Rendered, messages: Sequence[Message], name: str
 ) -> list[tuple[str, str]]:
-    """The text of each stretch of labels with its answer; a blank answer without a stretch is passed over.
+    """Pair the text of each run of labels with its answer; a blank answer without labels is skipped.
 
     Raises:
-        DataError: there are more or fewer stretches than answers.
+        DataError: there are more or fewer runs than answers.
     """
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     texts = [
@@ -222,7 +222,7 @@ def _paired(
 
 
 def check_share(labels: int, tokens: int, documents: int, what: str) -> None:
-    """Refuse a corpus of conversations where nothing, or everything, is a label.
+    """Refuse a corpus of conversations in which no token, or every token, is a label.
 
     Raises:
         DataError: a share of 0% or 100%.
@@ -240,18 +240,13 @@ def check_share(labels: int, tokens: int, documents: int, what: str) -> None:
 
 
 def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) -> Rendered:
-    whole = np.asarray(
-        _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=False)["input_ids"],
-        np.int64,
-    )
+    whole = _ids(tokenizer, messages, name)
     mask_T = np.zeros(len(whole), bool)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = render_prompt(tokenizer, messages[:turn], name=name)
-        through = np.asarray(
-            _apply(tokenizer, messages[: turn + 1], name, return_dict=True)["input_ids"], np.int64
-        )
+        through = _ids(tokenizer, messages[: turn + 1], name)
         for part in (before, through):
             if len(part) > len(whole) or not np.array_equal(part, whole[: len(part)]):
                 return _render_by_text(tokenizer, messages, name)
@@ -260,13 +255,13 @@ def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) ->
 
 
 def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> Rendered:
-    """A conversation whose answers are tokenised apart from what is around them, as they are when written.
+    """Tokenise each answer separately from its surroundings, as it is when the target generates it.
 
-    In the whole, the white space that an answer begins with may be one token with the end of the header,
-    which the target, reading the header alone, never sees.
+    Tokenised as a whole, the white space at the start of an answer may merge with the end of the header into
+    one token, which the target never sees when it reads the header alone.
 
     Raises:
-        DataError: the template rewrites earlier turns, or the parts are not the whole.
+        DataError: the template rewrites earlier turns, or the parts do not join to the whole text.
     """
     whole = str(apply_template(tokenizer, messages, name=name, tokenize=False))
     parts: list[tuple[str, bool]] = []
@@ -298,12 +293,16 @@ def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> R
     return Rendered(ids_T, np.concatenate(labelled))
 
 
-def _apply(tokenizer: Any, messages: Sequence[Message], name: str, **options: Any) -> Any:
-    return apply_template(tokenizer, messages, name=name, tokenize=True, **options)
+def _ids(
+    tokenizer: Any, messages: Sequence[Message], name: str, *, add_generation_prompt: bool = False
+) -> np.ndarray:
+    """Return the ids of a conversation, int64."""
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": add_generation_prompt}
+    return np.asarray(apply_template(tokenizer, messages, name=name, **options)["input_ids"], np.int64)
 
 
 def _after(text: str, content: str) -> str | None:
-    """What follows the answer in the labelled text, or None if the text does not begin with the answer."""
+    """Return the labelled text after the answer, or None if the text does not begin with the answer."""
     for start in (text, text.removeprefix(" ")):
         for answer in (content, content.strip()):
             if start.startswith(answer):
@@ -312,7 +311,7 @@ def _after(text: str, content: str) -> str | None:
 
 
 def _without_marks(tokenizer: Any, text: str) -> str:
-    """The text less special and added tokens, and outer whitespace."""
+    """Return the text without special and added tokens and without surrounding white space."""
     for token in sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True):
         text = text.replace(token, "")
     return text.strip()

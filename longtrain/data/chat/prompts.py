@@ -1,4 +1,4 @@
-"""Documents as a prompt and its response: running text cut into them, and answers that the target writes.
+"""Makes prompts with responses: cut from running text, or answered by the target.
 
 Shapes: T tokens of one prompt or document.
 """
@@ -28,14 +28,14 @@ Generate = Callable[[list[list[int]]], list[list[int]]]
 
 @dataclass(frozen=True)
 class PromptDocument:
-    """A prompt, and the response that the corpus has for it.
+    """A prompt, and the response recorded for it in the corpus.
 
     Args:
-        document: the document that it was made of, for its name and kind.
-        ids_T: what the target is given, int64.
-        begin: first token of the labels: `len(ids_T)`, or where the question begins if it is to be out of an
-            evictor's view.
-        answer_T: the recorded response with its end mark, int64; None: the target is to write it.
+        document: the document it was made from, for its name and kind.
+        ids_T: token ids of the prompt, int64.
+        begin: index of the first label: `len(ids_T)`, or the start of the question if evictors are not to
+            see the question.
+        answer_T: the recorded response with its end marker, int64; None: the target generates it.
     """
 
     document: Document
@@ -44,7 +44,7 @@ class PromptDocument:
     answer_T: np.ndarray | None = None
 
     def answered(self, answer_T: np.ndarray) -> tuple[Document, np.ndarray, np.ndarray]:
-        """Document, ids and label mask with that response."""
+        """Return the document, ids and label mask with that response appended."""
         ids_T = np.concatenate([self.ids_T, answer_T]).astype(np.int64)
         mask_T = np.zeros(len(ids_T), bool)
         mask_T[self.begin :] = True
@@ -60,19 +60,19 @@ def cut_text(
     limit: int | None = None,
     bos: int | None = None,
 ) -> Iterator[PromptDocument]:
-    """Running text cut at random points: a prompt, and the text that follows as its response.
+    """Cut running text at random points into prompts, each with the text that follows as its response.
 
-    A document that fits whole is cut at a uniform point. From a longer one, or where several prompts are
-    wanted, a stretch of log-uniform length is taken anywhere. All is a function of seed and document name,
-    and the same whoever writes the responses.
+    A document within the limit is cut once, at a uniform point. From a longer one, or if `count` is above 1,
+    stretches of log-uniform length are taken at random places. The result is a function of the seed and the
+    document's name, and does not depend on who writes the responses.
 
     Args:
-        document: its name draws the points.
+        document: the document, whose name seeds the random points.
         ids_T: all its tokens.
         config: `prompt_tokens` bounds the prompts, `answer_tokens` the responses.
-        count: prompts of a document, less where it is too short for as many.
-        limit: most tokens of a prompt and its response; None: no limit.
-        bos: a token that texts begin with; kept at every prompt's beginning.
+        count: number of prompts; fewer if the document is too short.
+        limit: largest number of tokens of a prompt with its response; None: no limit.
+        bos: the beginning-of-sequence token, put at the start of every prompt; None: there is none.
     """
     if config.prompt_tokens is None:
         return
@@ -105,7 +105,7 @@ def cut_text(
 
 
 def check_room(config: DataConfig, limit: int | None) -> None:
-    """Refuse prompts that leave no room for themselves beside their answers.
+    """Refuse a length limit that is too small for the shortest prompt and its answer.
 
     Raises:
         ConfigError: the limit is below `answer_tokens` and the shortest prompt.
@@ -120,30 +120,31 @@ def check_room(config: DataConfig, limit: int | None) -> None:
 
 
 Part = tuple[int, int]
-"""Which part, from 0, of how many: processes that share the writing of answers by their keys."""
+"""(index from 0, number of parts): processes that generate answers together split them by their keys."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """A line of a file of answers."""
+    """One line of an answers file."""
 
     key: str
     ids: list[TokenId]
 
 
 class Answers:
-    """A file of answers, one JSON line each: `{"key": ..., "ids": [...]}`.
+    """A file of generated answers, one JSON line each: `{"key": ..., "ids": [...]}`.
 
-    A line is on the disk before the next batch is begun, so a run that was stopped goes on where it was. The
-    files that parts have written beside it are read too.
+    Lines are flushed to the disk before the next batch begins, so a stopped run resumes where it was. Files
+    that other parts wrote beside it are read too.
 
     Args:
         path: the file; created when the first answer is written.
-        settings: what an answer depends on besides its prompt (writer, sampling, length); part of each key.
-        part: write the answers of this part alone, into a file of its own beside `path`.
+        settings: everything an answer depends on besides its prompt (model, sampling, length); hashed into
+            each key.
+        part: write only this part's answers, into a separate file beside `path`.
 
     Raises:
-        ConfigError: another run writes the file.
+        ConfigError: another run is writing the file.
         DataError: a line is damaged.
     """
 
@@ -151,7 +152,7 @@ class Answers:
         self.path = path if part is None else path.with_suffix(f".{part[0]}-of-{part[1]}{path.suffix}")
         self.part = part
         self.elsewhere: set[str] = set()
-        """Keys that were asked for and are another part's, not written yet."""
+        """Requested keys that belong to other parts and have no answer yet."""
         self._salt = json.dumps(settings, sort_keys=True).encode()
         self.done: dict[str, list[int]] = {}
         self._journal = Journal(self.path) if self.path.exists() else None
@@ -169,11 +170,11 @@ class Answers:
             self.done[row.key] = row.ids
 
     def mine(self, key: str) -> bool:
-        """Whether this process is to write the answer of that key."""
+        """Return True if this process generates the answer of that key."""
         return self.part is None or int(key[:8], 16) % self.part[1] == self.part[0]
 
     def key(self, prompt: Sequence[int]) -> str:
-        """The name of a prompt's answer: a hash of prompt and settings."""
+        """Return the key of a prompt's answer: a hash of the prompt and the settings."""
         return hashlib.sha256(self._salt + json.dumps([int(token) for token in prompt]).encode()).hexdigest()
 
     def add(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
@@ -194,21 +195,21 @@ def respond(
     batch_tokens: int | None = None,
     answer_tokens: int = 0,
 ) -> Iterator[list[int] | None]:
-    """The target's answer to each prompt, in order; only those not yet in `answers` are generated.
+    """Yield the target's answer to each prompt, in order, generating only those not yet in `answers`.
 
-    None stands for an answer that is another part's, and not written yet.
+    None stands for an answer that belongs to another part and does not exist yet.
 
     Args:
         prompts: token ids.
-        generate: writes answers.
-        answers: the answers that are already there; new ones are added batch by batch.
-        batch: prompts a call; prompts of like length go together, the longest first.
-        batch_tokens: most tokens of a call, each prompt counted as the longest of them with its answer; a
-            longer prompt is answered alone.
-        answer_tokens: longest answer.
+        generate: generates answers to a batch of prompts.
+        answers: the existing answers; new ones are added batch by batch.
+        batch: prompts per call; prompts of similar length are batched, the longest first.
+        batch_tokens: largest number of tokens of a call, padding and answers included; a longer prompt is
+            answered alone.
+        answer_tokens: tokens of the longest answer.
 
     Raises:
-        DataError: `generate` gave another number of answers.
+        DataError: `generate` returned another number of answers than prompts.
     """
     missing = {answers.key(prompt): prompt for prompt in prompts}
     absent = {key: prompt for key, prompt in missing.items() if key not in answers.done}
@@ -229,7 +230,7 @@ def respond(
 def _groups(
     prompts: list[list[int]], batch: int, batch_tokens: int | None, answer_tokens: int
 ) -> Iterator[list[list[int]]]:
-    """Prompts, longest first, in groups that are answered together."""
+    """Yield batches of prompts, the longest first."""
     at = 0
     while at < len(prompts):
         longest = len(prompts[at]) + answer_tokens

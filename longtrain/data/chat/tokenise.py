@@ -1,4 +1,4 @@
-"""Documents to tokens: render, tokenise, mask, limit and check, batch by batch.
+"""Turns documents into tokens and label masks: tokenises, limits and checks them, batch by batch.
 
 Shapes: T tokens of one document.
 """
@@ -18,18 +18,18 @@ import numpy as np
 from longtrain.data.chat.conversations import Conversations
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
-from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ConfigError, DataError, first_line, is_failure
 from longtrain.log import get_logger
 from longtrain.progress import follow
 
 log = get_logger(__name__)
 
-TOLD = 3
-"""Errors that are told of those that `data.on_error=skip` leaves out."""
+LOGGED = 3
+"""Number of skipped documents (`data.on_error=skip`) whose errors are logged."""
 DROPS = {
     "short": "shorter than data.min_doc_tokens",
     "long": "longer than the limit and not to be shortened",
@@ -50,15 +50,15 @@ Made = tuple[Document, np.ndarray, np.ndarray]
 
 @dataclass
 class Tokenise:
-    """Turns sources into documents of a `PreparedWriter`, and counts what it meets.
+    """Tokenises the sources' documents into a `PreparedWriter`, and counts skipped and changed ones.
 
     Args:
         config: the mixture.
         tokenizer: the target's.
-        limit: tokens of the longest document; None: there is no limit.
-        generate: writes answers, for `answers: target`.
-        answers: the answers that are already there.
-        known_ids: the first token id that the target has no embedding for.
+        limit: tokens of the longest document; None: no limit.
+        generate: generates answers, for `answers: target`.
+        answers: the answers generated so far.
+        known_ids: number of token ids that the target has embeddings for.
     """
 
     config: DataConfig
@@ -74,10 +74,10 @@ class Tokenise:
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
-        self.tell = self._skip if self.config.on_error == "skip" else _refuse
+        self.report = self._skip if self.config.on_error == "skip" else _refuse
 
     def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
-        """All sources' documents, tokenised and checked.
+        """Write all sources' documents, tokenised and checked.
 
         Raises:
             DataError: nothing is left to train on.
@@ -107,7 +107,7 @@ class Tokenise:
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
 
     def _check(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
-        """Refuse what cannot be made of the sources whatever their documents are, before any is read."""
+        """Refuse settings that cannot work with any documents, before a source is read."""
         if any(self._prompted(source) for source, _ in sources):
             check_room(self.config, self.limit)
         for source, _ in sources:
@@ -115,7 +115,7 @@ class Tokenise:
                 check_synthetic(source, self.tokenizer, self.config)
 
     def _hold_out_some(self, writer: PreparedWriter) -> None:
-        """Hold out one document of each kind of which the draw took none, so that `eval` finds text of it."""
+        """Hold out one document of each text kind that has none held out, so that `eval` finds text of it."""
         for kind, (_, nearest) in self.nearest_val.items():
             same = [n for n, number in enumerate(writer.kinds) if writer.kind_names[number] == kind]
             if len(same) > len(nearest) and not any(writer.val[n] for n in same):
@@ -123,7 +123,7 @@ class Tokenise:
                     writer.val[n] = True
 
     def _remember(self, kind: str, place: int, number: int) -> None:
-        """Keep the documents of a kind that came nearest to being held out: one, or all of its group."""
+        """Remember the document (with its group) of each kind that came closest to being held out."""
         least, numbers = self.nearest_val.get(kind, (place, []))
         if place < least:
             least, numbers = place, []
@@ -132,7 +132,7 @@ class Tokenise:
         self.nearest_val[kind] = (least, numbers)
 
     def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
-        """Have the target write the answers that are missing; where `answers` is of a part, that part's."""
+        """Have the target generate the missing answers, or the missing ones of the part of `answers`."""
         self.texts = {}
         self._check(sources)
         for index, (source, found) in enumerate(sources):
@@ -145,32 +145,32 @@ class Tokenise:
                     deque(self._with_answers(items, source), maxlen=0)
 
     def summary(self) -> str:
-        """What was read and left out, in words."""
-        told = {**DROPS, **NOTES}
-        words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
+        """Return the numbers of documents that were tokenised and skipped, in words."""
+        reasons = {**DROPS, **NOTES}
+        words = ", ".join(f"{self.counts[key]} {text}" for key, text in reasons.items() if self.counts[key])
         several = any(source.prompts > 1 for source in self.config.sources) and self.config.prompt_tokens
         cut = ", several prompts from each text" if several else ""
         return f"read {self.counts['documents']} documents{cut}: {words or 'all kept'}"
 
     def _skip(self, error: DataError) -> None:
-        """Count what is left out; the first of it is told."""
+        """Count a skipped document, and log the first ones."""
         self.counts["bad"] += 1
-        if len(self.errors) < TOLD:
+        if len(self.errors) < LOGGED:
             self.errors.append(error)
             log.warning("left out: %s", error)
 
     def _read(self, source: SourceConfig, found: Inputs) -> Iterator[Document]:
-        """The documents of a source; one that cannot be read counts too, and what to type is told of it."""
+        """Yield the documents of a source; errors are counted, and state the key to type."""
         typed = rf"pass '++data.sources.{self.config.sources.index(source)}.columns=\1'"
 
-        def tell(error: DataError) -> None:
-            self.tell(DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))))
+        def report(error: DataError) -> None:
+            self.report(DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))))
             self.counts["documents"] += 1
 
-        return documents(source, found, tell)
+        return documents(source, found, report)
 
     def _prompted(self, source: SourceConfig) -> bool:
-        """Whether this source's documents become a prompt and a response each."""
+        """Return True if this source's documents become pairs of prompt and response."""
         last_only = self.config.labels == "last_answer" or self.config.prompt_tokens is not None
         return last_only or self.config.written_by_target(source)
 
@@ -191,7 +191,7 @@ class Tokenise:
             writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
 
     def _embedded(self, item: Made | PromptDocument) -> bool:
-        """Whether the target has embeddings for all tokens of a document; one that it lacks is told of."""
+        """Return True if the target has embeddings for all tokens of a document; else report an error."""
         if isinstance(item, PromptDocument):
             document, parts = item.document, [item.ids_T, *([] if item.answer_T is None else [item.answer_T])]
         else:
@@ -202,7 +202,7 @@ class Tokenise:
             return True
         token = int(wrong_T[0])
         shown = f" ({self.tokenizer.decode([token])!r})" if 0 <= token < len(self.tokenizer) else ""
-        self.tell(
+        self.report(
             DataError(
                 f"document {document.name} holds token id {token}{shown}, outside the vocabulary of "
                 f"{self.known_ids} tokens that the target has embeddings for; take the tokenizer files and "
@@ -213,13 +213,13 @@ class Tokenise:
         return False
 
     def _place(self, document: Document, source: int) -> int:
-        """Where a document falls in the draw of the held-out ones: below 2**64, the lowest are held out."""
+        """Return a document's pseudo-random number below 2**64; those with the lowest are held out."""
         name = document.group or document.name
         draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
         return int.from_bytes(draw[:8], "big")
 
     def _tokens(self, batch: list[Document], index: int, source: SourceConfig) -> Iterator[Made]:
-        """Ids and mask of each document that is kept."""
+        """Yield ids and mask of each document that is not skipped."""
         self.counts["documents"] += len(batch)
         texts = iter(self._encode([document.text for document in batch if document.text is not None]))
         items: list[Made | PromptDocument] = []
@@ -232,7 +232,7 @@ class Tokenise:
                 try:
                     items += self._conversation(document, source)
                 except DataError as error:
-                    self.tell(error)
+                    self.report(error)
             else:
                 item = (_some(document.ids_T), _some(document.mask_T))
                 if item[1][1:].all():
@@ -243,13 +243,13 @@ class Tokenise:
             try:
                 kept = self._limited(document, ids_T, mask_T)
             except DataError as error:
-                self.tell(error)
+                self.report(error)
                 continue
             if kept is not None:
                 yield document, *kept
 
     def _keep_text(self, document: Document, ids_T: np.ndarray, source: int) -> None:
-        """Remember text that is trained on, for synthetic sources to write into."""
+        """Remember training text, into which synthetic sources write their tasks."""
         held_out = document.val
         if held_out is None:
             held_out = self._place(document, source) < self.config.val_fraction * 2**64
@@ -261,7 +261,7 @@ class Tokenise:
     def _cut(
         self, document: Document, ids_T: np.ndarray, source: SourceConfig
     ) -> list[Made | PromptDocument]:
-        """Running text: all of it labels, or prompts with what follows them."""
+        """Yield running text with every token a label, or prompts with the text that follows each."""
         if not source.prompts:
             self.counts["text only"] += 1
             return []
@@ -289,7 +289,7 @@ class Tokenise:
         return [] if tokens is None else [(document, *tokens)]
 
     def _with_answers(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
-        """Prompts with their responses, recorded or written now; the rest as it is."""
+        """Yield prompts with their responses, recorded or generated now; other documents unchanged."""
         items = [item for item in items if self._embedded(item)]
         prompts = [item for item in items if isinstance(item, PromptDocument)]
         asks = self.config.written_by_target(source)
@@ -313,7 +313,7 @@ class Tokenise:
                 continue
             answer = next(written) if asks else item.answer_T
             if answer is None:
-                continue  # another part writes it
+                continue  # another part generates it
             answer_T = np.asarray(answer, np.int64)
             if not self.tokenizer.decode(answer_T.tolist(), skip_special_tokens=True).strip():
                 self.counts["empty"] += 1
@@ -345,7 +345,7 @@ class Tokenise:
         return [np.asarray([*ids, *end], np.int64) for ids in encoded]
 
     def _limited(self, document: Document, ids_T: np.ndarray, mask_T: np.ndarray) -> Tokens | None:
-        """Apply the limit to a document's tokens; None: left out."""
+        """Apply the length limit to a document's tokens; None if it is skipped."""
         if self.limit is None or len(ids_T) <= self.limit or self.config.long_documents == "split":
             return ids_T, mask_T
         if self.config.long_documents == "error":
@@ -363,13 +363,13 @@ class Tokenise:
     def _follow(
         self, stream: Iterable[Any], source: SourceConfig, *, total: int | None = None
     ) -> Iterator[Any]:
-        """The stream with its progress shown, unless the answers that the target writes show theirs."""
+        """Yield the stream and show its progress, unless generated answers show their own."""
         if self.config.written_by_target(source):
             return iter(stream)
         return follow(stream, f"{source.reader} {source.where}", total=source.rows or total)
 
     def _synthetic(self, source: SourceConfig) -> Iterator[Made | PromptDocument]:
-        """A synthetic source's documents."""
+        """Yield a synthetic source's documents."""
         for item in synthetic_documents(
             source, self.texts or {}, self.tokenizer, self.config, limit=self.limit
         ):
@@ -378,17 +378,17 @@ class Tokenise:
 
 
 def _refuse(error: DataError) -> None:
-    """Stop at the first document that cannot be read, and say how to go on without such.
+    """Stop at the first document that cannot be read, with an error that names `data.on_error=skip`.
 
     Raises:
-        DataError: what was wrong.
+        DataError: always.
     """
     skip = "; or pass data.on_error=skip, which leaves such documents out"
     raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
 
 
 def _groups(stream: Iterable[Made | PromptDocument], n: int) -> Iterator[list[Made | PromptDocument]]:
-    """The stream in lists of at most `n`."""
+    """Yield the stream in lists of at most `n`."""
     left = iter(stream)
     while group := list(islice(left, n)):
         yield group

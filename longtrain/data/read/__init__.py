@@ -1,1 +1,1 @@
-"""Brings corpora, local files and tokenizers in: from disk or the Hub to documents."""
+"""Reads corpora and local files, from disk or the Hub, into documents."""

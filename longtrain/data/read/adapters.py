@@ -1,4 +1,4 @@
-"""Row adapters: a corpus's row becomes documents. A closed table, named by manifests and configs."""
+"""Row adapters, which turn a corpus's row into documents; manifests and configs refer to them by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longtrain.errors import ConfigError, DataError
 Row = Mapping[str, Any]
 Columns = Mapping[str, str]
 Message = dict[str, str]
-"""A turn: `role`, `content`, and maybe `question`, the end of the content that asks about the rest."""
+"""A turn: `role`, `content`, and optionally `question`, the end of the content that asks about the rest."""
 
 ROLES = {
     "user": "user",
@@ -29,7 +29,7 @@ ROLES = {
     "observation": "tool",
 }
 CALLS = ("tool_calls", "function_call")
-"""Keys of turns that hold what the assistant wrote beside the content, in a form of each template's own."""
+"""Keys of turns that hold assistant output besides the content, which each template formats differently."""
 TURNS = ("conversations", "messages", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query")
 ANSWERS = ("response", "answer", "output", "completion", "solution", "qwq")
@@ -42,14 +42,14 @@ class Document:
     """One document of a corpus: exactly one of text, messages and ids.
 
     Args:
-        name: what error messages call it.
+        name: its name in error messages.
         kind: text kind (book, code, chat, ...).
         text: running text; every token is a label.
         messages: turns with `role` (system, user, assistant) and `content`; the assistant's are labels.
         ids_T: token ids.
-        mask_T: comes with `ids_T`; True where the token itself is a label.
-        val: held out; None: decided by `val_fraction`.
-        group: documents of one group are held out together; empty: the name decides.
+        mask_T: given with `ids_T`; True where the token is a label.
+        val: True if held out; None: decided by `val_fraction`.
+        group: documents of one group are held out together; empty: each is drawn by its name.
     """
 
     name: str
@@ -63,18 +63,18 @@ class Document:
 
 
 def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> list[Document]:
-    """The documents of one row.
+    """Return the documents of one row.
 
     Args:
         adapter: a key of `ADAPTERS`.
         row: a row of the corpus.
-        columns: the corpus's column for each of the adapter's, where they differ.
+        columns: adapter column -> corpus column, where the names differ.
         name: the name of the row.
         kind: text kind; empty: the adapter's own.
 
     Raises:
         ConfigError: no such adapter.
-        DataError: the row lacks a column, or a column holds something else.
+        DataError: a column is missing, or holds a value of the wrong type.
     """
     if adapter not in ADAPTERS:
         raise ConfigError(f"unknown row adapter '{adapter}'; known: {', '.join(sorted(ADAPTERS))}")
@@ -85,10 +85,10 @@ def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> 
 
 
 def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
-    """Turns of either common form, `role`/`content` or `from`/`value`, as messages.
+    """Convert turns of either common form, `role`/`content` or `from`/`value`, to messages.
 
     Raises:
-        DataError: not a list of turns, or a role that is not known.
+        DataError: not a list of turns, or an unknown role.
     """
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
         raise DataError(
@@ -115,7 +115,7 @@ def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
 
 
 def _joined(content: Any) -> Any:
-    """A list of texts, or of `{type: text, text: ...}`, as one text; any other content as it is."""
+    """Join a list of strings, or of `{type: text, text: ...}`, to one string; return other content as is."""
     if not isinstance(content, list | tuple):
         return content
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
@@ -137,27 +137,27 @@ def _column(row: Row, columns: Columns, key: str, name: str, *others: str, inste
 
 
 def _ask(prompt: str, answer: str, kind: str, question: str = "") -> list[Document]:
-    """A conversation of one turn; `question` is the end of the prompt, where it can be told from the rest."""
+    """Return a conversation of one question; `question` is the end of the prompt, if it can be separated."""
     asked = {"role": "user", "content": prompt, **({"question": question} if question else {})}
     messages = (asked, {"role": "assistant", "content": answer})
     return [Document("", kind, messages=messages)]
 
 
 def _text(row: Row, columns: Columns, name: str) -> list[Document]:
-    """A text, or a list of texts that are joined by blank lines."""
+    """Read a text column; a list of texts is joined by blank lines."""
     text = _column(row, columns, "text", name, "content")
     return [Document("", "text", text="\n\n".join(map(str, text)) if isinstance(text, list) else str(text))]
 
 
 def _permissive_code(row: Row, columns: Columns, name: str) -> list[Document]:
-    """Source files whose licence column names a permissive licence; others give no document."""
+    """Read source files with a permissive licence in the licence column; skip others."""
     if str(_column(row, columns, "license", name)).lower() not in PERMISSIVE:
         return []
     return [Document("", "code", text=str(_column(row, columns, "text", name)))]
 
 
 def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
-    """Turns in one column, or a prompt and a response in two."""
+    """Read turns from one column, or a prompt and a response from two."""
     own = {key: columns[key] for key in ("prompt", "conversations") if key in columns}
     asked = next((row[key] for key in (own.get("prompt"), *PROMPTS) if key and row.get(key)), None)
     if asked is not None and not any(row.get(key) for key in (own.get("conversations"), *TURNS) if key):
@@ -173,7 +173,7 @@ def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
-    """Turns, or a text as a turn of a role."""
+    """Return a list of turns; a string becomes one turn of the given role."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _list(value)
 
 
@@ -189,7 +189,7 @@ def _tokenised(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _packed_tokens(row: Row, columns: Columns, name: str) -> list[Document]:
-    """Rows of several documents: `indices` holds (begin, end) of each."""
+    """Read tokenised rows of several documents: `indices` holds (begin, end) of each."""
     ids = np.asarray(_column(row, columns, "input_ids", name), np.int64)
     spans = np.asarray(_column(row, columns, "indices", name), np.int64).reshape(-1, 2)
     kind = str(row.get("domain") or "text")
@@ -208,7 +208,7 @@ def _instruct(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _chatqa_long(row: Row, columns: Columns, name: str) -> list[Document]:
-    """A document and a question in one column, with the marks of a plain-text dialogue around them."""
+    """Read a document and a question from one column, formatted as a plain-text dialogue."""
     text = str(_column(row, columns, "question", name)).strip()
     text = text.removeprefix("User:").removesuffix("Assistant:").strip()
     answer = _list(_column(row, columns, "answer", name, "answers"))
@@ -246,7 +246,7 @@ def _code_completion(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _longspec_long(row: Row, columns: Columns, name: str) -> list[Document]:
-    """LongSpec's long stage: code and books as text, papers as question and abstract, instruction chats."""
+    """Read LongSpec's long-stage data: code and books as text, papers with question and abstract, chats."""
     source = str(_column(row, columns, "source", name))
     if source in ("code", "book"):
         return [Document("", source, text=str(_column(row, columns, "text", name)))]
@@ -263,7 +263,7 @@ def _longspec_long(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _longspec_sft(row: Row, columns: Columns, name: str) -> list[Document]:
-    """LongSpec's fine-tuning stage: three kinds of summary and code completion in one file."""
+    """Read LongSpec's fine-tuning data: three kinds of summaries, and code completion."""
     source = str(_column(row, columns, "source", name))
     parts = {
         "gov-report": _gov_report,
@@ -295,6 +295,6 @@ ADAPTERS: dict[str, Callable[[Row, Columns, str], list[Document]]] = {
     "longspec_long": _longspec_long,
     "longspec_sft": _longspec_sft,
 }
-"""Adapter name -> (row, column map, row name) -> documents without names."""
+"""Adapter name -> function of (row, column map, row name) that returns documents without names."""
 WITHOUT_TURNS = {"text", "permissive_code", "tokenised", "packed_tokens"}
-"""Adapters whose documents are no conversations."""
+"""Adapters whose documents are not conversations."""

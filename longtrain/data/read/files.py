@@ -1,9 +1,9 @@
 """Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one or a folder of them, and MDS shards.
 
-MDS is the format of MosaicML's streaming library (version 2). It is read by hand because that library wants
-whole data sets with an index, and a cloud client for each store. A shard is: uint32 count n, uint32 offsets
-[n + 1], a JSON header, then the samples. A sample is the uint32 sizes of its columns of variable size, then
-all columns' bytes.
+MDS is the format of MosaicML's streaming library (version 2). It is parsed here because that library needs
+complete data sets with an index, and a cloud client for each store. A shard is: uint32 count n, uint32
+offsets [n + 1], a JSON header, then the samples. A sample is the uint32 sizes of its variable-size columns,
+then the bytes of all columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, first_line
 from longtrain.files import UTF8, kind_of, parse_json
 from longtrain.log import get_logger
 
@@ -37,7 +37,7 @@ CODE_SUFFIXES = (
     ".ml", ".ex", ".clj", ".dart", ".zig", ".f90", ".sh", ".sql", ".proto",
 )  # fmt: skip
 NOT_SOURCE = ("node_modules", "__pycache__")
-"""Folders of a source tree that hold no sources of its own, beside those whose names begin with a point."""
+"""Folders of a source tree that are skipped, besides hidden ones (names that begin with a dot)."""
 PACKED_SUFFIXES = ("", ".xz", ".gz", ".zst")
 READ_BY = {
     JSONL_SUFFIXES: "data=conversations data.conversations={0} (rows of turns) or data=code data.code={0} "
@@ -45,21 +45,21 @@ READ_BY = {
     TEXT_SUFFIXES: "data=text data.text={0}",
     CODE_SUFFIXES: "data=code data.code={0}",
 }
-"""Suffixes -> the data of one's own files that reads them in a folder."""
+"""Suffixes -> the `data` settings that read a folder of such files."""
 UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)
-"""Errors of a file that is no UTF-8 text, of a damaged archive, and of a file that may not be read."""
+"""Errors raised for a file that is not UTF-8, a damaged archive, or a file without read permission."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of a surrogate in JSON: two together are a character, and one that stands alone is no text."""
+"""Matches an escaped UTF-16 surrogate in JSON; a pair is one character, a single one is invalid text."""
 BUNDLED = "bundled:"
 HUB = "hub:"
 MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
-Tell = Callable[[DataError], None]
-"""What is done about a row that cannot be read: it raises, or counts and lets the others be read."""
+Report = Callable[[DataError], None]
+"""Callback for a row that cannot be read: raises, or counts the row and returns to continue reading."""
 MDS_SHAPE_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def refuse(error: DataError) -> None:
-    """Stop at the first row that cannot be read.
+    """Raise the error of a row that cannot be read (the default callback).
 
     Raises:
         DataError: what was wrong.
@@ -68,10 +68,10 @@ def refuse(error: DataError) -> None:
 
 
 def find_code(where: str) -> list[Path]:
-    """The files of a source tree, or the JSON lines of a folder of rows; a file is itself.
+    """Return the source files of a tree, or the JSON lines files of a folder; of a file, the file itself.
 
-    A folder is what more of its files are, source or JSON lines; the log says which of the others are not
-    read. Hidden files and the folders of `NOT_SOURCE` neither count nor are read.
+    A folder with more source files than JSON lines files is read as a source tree, else as JSON lines; the
+    log names the files that are not read. Hidden files and the folders of `NOT_SOURCE` are ignored.
 
     Raises:
         DataError: nothing there.
@@ -97,13 +97,13 @@ def find_code(where: str) -> list[Path]:
 
 
 def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that `where` names: itself, or every file of a folder with one of the suffixes, sorted.
+    """Return the file `where`, or all files of a folder with one of the suffixes, sorted.
 
-    The log says how many of a folder's other files are not read.
+    The log states how many other files of the folder are not read.
 
     Args:
-        where: see `place`; hidden files of a folder are left out, see `visible`.
-        suffixes: e.g. `TEXT_SUFFIXES`, in capitals or not; each also counts with `.xz` or `.gz` behind it.
+        where: see `place`; hidden files of a folder are skipped, see `visible`.
+        suffixes: e.g. `TEXT_SUFFIXES`, case-insensitive; each also matches with a suffix of compression.
 
     Raises:
         DataError: nothing there.
@@ -132,10 +132,10 @@ def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def visible(root: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones.
+    """Return the files below a folder, sorted, without hidden ones.
 
-    A name that begins with a point hides a file, or all that is in a folder: `.git`, `.ipynb_checkpoints`,
-    and the `._NAME` that macOS puts beside each file of a foreign disk or archive.
+    Files and folders whose names begin with a dot are hidden: `.git`, `.ipynb_checkpoints`, and the `._NAME`
+    that macOS puts beside each file on a foreign disk or in an archive.
     """
     return sorted(
         file
@@ -145,12 +145,12 @@ def visible(root: Path) -> list[Path]:
 
 
 def _ends(file: Path, suffixes: tuple[str, ...]) -> bool:
-    """Whether a file's name ends in one of the suffixes, plain or with that of an archive behind it."""
+    """Return True if a file's name ends in one of the suffixes, optionally followed by one of compression."""
     return file.name.lower().endswith(tuple(end + packed for end in suffixes for packed in PACKED_SUFFIXES))
 
 
 def _nothing(folder: Path, suffixes: tuple[str, ...], every: list[Path]) -> DataError:
-    """What a folder lacks, and which data reads the files that it has."""
+    """Build the error of a folder without such files; it suggests `data` settings for the files found."""
     said = (
         f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz, .gz or .zst; hidden "
         "files do not count)"
@@ -164,13 +164,13 @@ def _nothing(folder: Path, suffixes: tuple[str, ...], every: list[Path]) -> Data
 
 
 def place(where: str) -> Path:
-    """The file or folder of that name.
+    """Return the file or folder that a setting names.
 
     Args:
         where: a path (`~` and `$VARS` are expanded), or `bundled:FOLDER`, text that ships with the package.
 
     Raises:
-        DataError: nothing there, or a pipe or a device, which cannot be read twice.
+        DataError: it does not exist, or is a pipe or a device, which cannot be read twice.
     """
     if where.startswith(BUNDLED):
         path = asset_dir("bundled") / "text" / where.removeprefix(BUNDLED)
@@ -184,11 +184,11 @@ def place(where: str) -> Path:
 
 
 def local_file(where: str) -> Path:
-    """A path, or `hub:ORG/NAME/FILE`: a file of a data set on the Hub, kept in the local cache.
+    """Return the local path of a file, given as a path or as `hub:ORG/NAME/FILE` (downloaded from the Hub).
 
     Raises:
         ConfigError: `hub:` without a data set and a file.
-        DataError: the Hub does not give it.
+        DataError: the download failed.
     """
     if not where.startswith(HUB):
         return Path(os.path.expandvars(where)).expanduser()
@@ -201,18 +201,17 @@ def local_file(where: str) -> Path:
     try:
         return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{file} of data set {owner}/{name} could not be fetched from the Hub ({reason}); check the name "
-            "and the network, or pass a local path"
+            f"{file} of data set {owner}/{name} could not be fetched from the Hub ({first_line(error)}); "
+            "check the name and the network, or pass a local path"
         ) from error
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open a plain, .xz, .gz or .zst file; what is read is unpacked.
+    """Open a plain, .xz, .gz or .zst file for reading its decompressed bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     packed = path.suffix.lower()
     if packed == ".xz":
@@ -228,7 +227,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path) -> str:
-    """A whole text file.
+    """Read a whole text file, decompressed.
 
     Raises:
         DataError: not UTF-8, a damaged archive, or a file that may not be read.
@@ -242,16 +241,16 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def read_jsonl(path: Path, tell: Tell = refuse) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a JSONL file, or of a JSON file that is one list, each with a name `file:line`.
+def read_jsonl(path: Path, report: Report = refuse) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a JSONL file, or of a JSON file that is one list, each with its name `file:line`.
 
     Args:
         path: the file.
-        tell: gets the error of a line that is not a JSON object of texts, and that of a file which cannot be
-            read to its end; where it goes on, what comes before the damage is read.
+        report: called with the error of a line that is not a JSON object of texts, or of a file that cannot
+            be read to its end. If it returns, the lines before the damage are still read.
 
     Raises:
-        DataError: from `tell`.
+        DataError: from `report`.
     """
     try:
         with open_bytes(path) as file:
@@ -267,25 +266,25 @@ def read_jsonl(path: Path, tell: Tell = refuse) -> Iterator[tuple[str, dict[str,
                     if halves or (not listed and SURROGATE.search(row)):
                         _refuse_half_characters(found, path, number)
                 except DataError as error:
-                    tell(error)
+                    report(error)
                     continue
                 yield f"{readable(path.name)}:{number}", found
     except UNREADABLE as error:
-        tell(DataError(f"cannot read {path}: {_reason(error)}; convert or leave out the file"))
+        report(DataError(f"cannot read {path}: {_reason(error)}; convert or leave out the file"))
     except ValueError as error:
-        tell(DataError(f"{path} is neither JSON lines nor one JSON list: {error}"))
+        report(DataError(f"{path} is neither JSON lines nor one JSON list: {error}"))
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong with a file, without its name."""
+    """Return an error's reason without the file's name."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> None:
-    """Refuse a row with a lone surrogate: half of a character, which no tokenizer reads and no file holds.
+    """Refuse a row with a lone surrogate (half of a character), which cannot be encoded or tokenised.
 
     Raises:
-        DataError: there is one.
+        DataError: the row contains one.
     """
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -298,7 +297,7 @@ def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> Non
 
 
 def stem(path: Path) -> str:
-    """A file's name without its suffixes for text and packing."""
+    """Return a file's name without its suffixes for text and compression."""
     name = readable(path.name)
     for suffix in (*PACKED_SUFFIXES[1:], *TEXT_SUFFIXES, *JSONL_SUFFIXES):
         if name.lower().endswith(suffix):
@@ -307,12 +306,12 @@ def stem(path: Path) -> str:
 
 
 def readable(name: str) -> str:
-    """A file's name as text; bytes of it that are not UTF-8 become question marks."""
+    """Return a file's name as valid text; bytes that are not UTF-8 become replacement characters."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def need(where: str | None, reader: str) -> str:
-    """The path of a source that must have one.
+    """Return the path of a source, which must have one.
 
     Raises:
         ConfigError: the source has no path.
@@ -341,7 +340,7 @@ def read_mds_shard(path: Path) -> Iterator[dict[str, Any]]:
     """Read the samples of one uncompressed MDS shard.
 
     Raises:
-        DataError: cut short, or a column encoding other than strings, integers and arrays.
+        DataError: the shard is cut short, or a column's encoding is not string, integer or array.
     """
     blob = np.memmap(path, np.uint8, mode="r")
     try:

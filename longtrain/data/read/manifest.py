@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import ADAPTERS
-from longtrain.data.read.files import Tell, read_jsonl, read_mds_shard, refuse
-from longtrain.errors import ConfigError, DataError
+from longtrain.data.read.files import Report, read_jsonl, read_mds_shard, refuse
+from longtrain.errors import ConfigError, DataError, first_line
 from longtrain.files import read_text
 from longtrain.log import get_logger
 from longtrain.settings import CountOrZero, OneOf, read
@@ -27,24 +27,24 @@ Row = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """A corpus, or a part of one that is read alike.
+    """A corpus, or a part of one that is read with the same settings.
 
     Args:
         hub: dataset id on the Hub.
-        licence: the licence that its card states, and what else is known of it.
+        licence: the licence stated on its card, with remarks.
         adapter: a key of `adapters.ADAPTERS`.
         revision: commit, or `main`.
         format: `datasets` (streamed by that library), or `jsonl` / `mds` files of the repository.
         config: configuration of the dataset.
         split: the split of the dataset.
-        files: what `jsonl` and `mds` read: patterns of paths in the repository.
-        columns: the corpus's column for each of the adapter's, where they differ.
+        files: patterns of the paths in the repository that `jsonl` and `mds` read.
+        columns: adapter column -> corpus column, where the names differ.
         kind: text kind; empty: the adapter's.
-        share: the share of the manifest's rows, when there are several parts.
-        shuffle_buffer: rows held to draw the next one from, so that a few rows of a large corpus are not its
-            first ones; 0: the order of the corpus. Of `datasets` the order of its files is drawn too.
-        shuffle_seed: the seed of those draws.
-        source_tokenizer: tokenizer of already tokenised corpora, a Hub id; they are decoded to text with it.
+        share: share of the manifest's rows, if there are several parts.
+        shuffle_buffer: size of the buffer from which rows are drawn at random, so that a few rows of a large
+            corpus are not its first ones; 0: the corpus's order. `datasets` also shuffles its files.
+        shuffle_seed: seed of the shuffling.
+        source_tokenizer: Hub id of the tokenizer with which an already tokenised corpus is decoded to text.
     """
 
     hub: str
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A file of `data_prep/`: a name and one part or several."""
+    """A file of `data_prep/`: a name and one or more parts."""
 
     name: str
     parts: tuple[Part, ...]
@@ -73,10 +73,10 @@ class Manifest:
 
     @classmethod
     def load(cls, name: str) -> Manifest:
-        """Read a manifest by its name (a file of `data_prep/`) or by its path.
+        """Read a manifest by name (a file of `data_prep/`) or path.
 
         Raises:
-            ConfigError: no such manifest, an unknown key, adapter or format.
+            ConfigError: the manifest does not exist, or has an unknown key, adapter or format.
         """
         import yaml
 
@@ -93,14 +93,14 @@ class Manifest:
 
 
 def resolve(part: Part, known: str | None = None) -> str:
-    """The commit that a part's revision stands for now.
+    """Resolve a part's revision to a commit.
 
     Args:
         part: a part of a manifest.
-        known: the commit resolved last time, used when the Hub cannot be reached.
+        known: the commit resolved last time, used if the Hub cannot be reached.
 
     Raises:
-        DataError: the Hub cannot be reached and nothing is known.
+        DataError: the Hub cannot be reached, and no commit is known.
     """
     if len(part.revision) == 40 and set(part.revision) <= set("0123456789abcdef"):
         return part.revision
@@ -112,7 +112,7 @@ def resolve(part: Part, known: str | None = None) -> str:
         if known:
             return known
         raise DataError(
-            f"cannot reach dataset {part.hub} on the Hugging Face Hub ({_first_line(error)}); go online for "
+            f"cannot reach dataset {part.hub} on the Hugging Face Hub ({first_line(error)}); go online for "
             f"'longtrain prepare', or use local files: data=text data.text=PATH"
         ) from error
     log.warning(
@@ -121,26 +121,26 @@ def resolve(part: Part, known: str | None = None) -> str:
     return str(commit)
 
 
-def rows(part: Part, commit: str, limit: int | None, tell: Tell = refuse) -> Iterator[Row]:
-    """Named rows of a part, streamed: in the order of the corpus, or drawn from `shuffle_buffer` of them.
+def rows(part: Part, commit: str, limit: int | None, report: Report = refuse) -> Iterator[Row]:
+    """Stream the rows of a part with their names, in the corpus's order or shuffled in a buffer.
 
     Args:
         part: a part of a manifest.
-        commit: of the dataset.
-        limit: most rows; None: all.
-        tell: gets the error of a row of JSON lines that cannot be read.
+        commit: the dataset's commit.
+        limit: largest number of rows; None: all.
+        report: called with the error of a JSON lines row that cannot be read.
 
     Raises:
-        DataError: the Hub cannot be reached or has no such file, split or configuration; or from `tell`.
+        DataError: the Hub cannot be reached or has no such file, split or configuration; or from `report`.
     """
-    jsonl = partial(_jsonl, tell=tell)
+    jsonl = partial(_jsonl, report=report)
     readers: dict[str, Callable[[Part, str], Iterator[Row]]]
     readers = {"datasets": _stream, "jsonl": jsonl, "mds": _mds}
     try:
         yield from islice(readers[part.format](part, commit), limit)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"reading dataset {part.hub} failed: {_first_line(error)}; check network and manifest"
+            f"reading dataset {part.hub} failed: {first_line(error)}; check network and manifest"
         ) from error
 
 
@@ -157,12 +157,12 @@ def _stream(part: Part, commit: str) -> Iterator[Row]:
         yield f"{part.hub}#{number}", row
 
 
-def _jsonl(part: Part, commit: str, *, tell: Tell) -> Iterator[Row]:
-    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path, tell)))
+def _jsonl(part: Part, commit: str, *, report: Report) -> Iterator[Row]:
+    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path, report)))
 
 
 def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:
-    """The rows, each drawn from the next `shuffle_buffer` of them."""
+    """Yield the rows, each drawn at random from a buffer of `shuffle_buffer` rows."""
     rng = random.Random(part.shuffle_seed)
     held = list(islice(named, part.shuffle_buffer))
     for row in named:
@@ -197,7 +197,7 @@ def _samples(part: Part, commit: str) -> Iterator[Row]:
 
 
 def _download(part: Part, commit: str) -> Iterator[Path]:
-    """The part's files, downloaded one by one as they are wanted."""
+    """Yield the part's files, each downloaded when it is needed."""
     from huggingface_hub import HfApi, hf_hub_download
 
     listed = HfApi().list_repo_files(part.hub, repo_type="dataset", revision=commit)
@@ -226,7 +226,3 @@ def _part(values: dict[str, Any], path: Path) -> Part:
     if part.format != "datasets" and not part.files:
         raise ConfigError(f"{path}: format={part.format} reads files of the repository; give their patterns")
     return part
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

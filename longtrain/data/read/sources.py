@@ -1,4 +1,4 @@
-"""The documents of a config's sources, and what decides whether prepared data is still current."""
+"""Reads the documents of a config's sources, and the inputs by which prepared data is found to be current."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.data.config import SourceConfig
+from longtrain.data.packing.checks import sha256_file
 from longtrain.data.read.adapters import Document, adapt
 from longtrain.data.read.files import (
     CODE_SUFFIXES,
     JSONL_SUFFIXES,
     TEXT_SUFFIXES,
-    Tell,
+    Report,
     find,
     find_code,
     need,
@@ -28,7 +29,6 @@ from longtrain.data.read.files import (
     stem,
 )
 from longtrain.data.read.manifest import Manifest, resolve, rows
-from longtrain.data.rows.checks import sha256_file
 from longtrain.errors import DataError
 
 DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}
@@ -39,15 +39,15 @@ BATCH_DOCUMENTS = 512
 
 
 def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
-    """What a source's documents depend on: files with their sha256, or Hub datasets with their commit.
+    """Return the inputs that a source's documents depend on: files with sha256, or Hub datasets with commits.
 
     Args:
-        source: one of the config's.
-        known: this function's result the last time; a file of the same path, size and time is not hashed
-            again, and its commits are used while the Hub cannot be reached.
+        source: a source of the config.
+        known: the previous result; files of the same path, size and mtime are not hashed again, and its
+            commits are used if the Hub cannot be reached.
 
     Raises:
-        DataError: a path that does not exist, or a dataset that cannot be reached.
+        DataError: a path does not exist, or a dataset cannot be reached.
     """
     if source.reader == "synthetic":
         return {"synthetic": source.where, "options": dict(source.options)}
@@ -61,7 +61,7 @@ def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
 
 
 def digest(values: Inputs) -> str:
-    """A hash of `inputs` that does not depend on where files are or when they were written."""
+    """Return a hash of `inputs` that does not depend on the files' location and mtime."""
     import json
 
     files = [{"name": Path(f["path"]).name, "sha256": f["sha256"]} for f in values.get("files", ())]
@@ -69,20 +69,20 @@ def digest(values: Inputs) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def documents(source: SourceConfig, found: Inputs, tell: Tell = refuse) -> Iterator[Document]:
-    """The documents of a source, in a fixed order.
+def documents(source: SourceConfig, found: Inputs, report: Report = refuse) -> Iterator[Document]:
+    """Yield the documents of a source, in a fixed order.
 
     Args:
-        source: one of the config's; not `synthetic`, which is written from other sources' tokens.
-        found: what `inputs` gave for it.
-        tell: gets the error of a file or row that cannot be read.
+        source: a source of the config; not `synthetic`, which is written from other sources' tokens.
+        found: the result of `inputs` for it.
+        report: called with the error of a file or row that cannot be read.
 
     Raises:
-        DataError: from `tell`.
+        DataError: from `report`.
     """
     read = {"text": _texts, "manifest": _manifest}.get(source.reader, _rows)
     val = {"auto": None, "train": False, "val": True}[source.split]
-    for document in read(source, found, tell):
+    for document in read(source, found, report):
         yield replace(document, kind=source.kind or document.kind, val=val)
 
 
@@ -108,55 +108,55 @@ def _file(path: Path, seen: Inputs | None) -> Inputs:
     try:
         sha256 = sha256_file(path)
     except OSError:
-        sha256 = ""  # whoever reads it says why it cannot be read
+        sha256 = ""  # the reader will raise the error
     return {"path": str(path), "bytes": size, "time_ns": time_ns, "sha256": sha256}
 
 
-def _texts(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
+def _texts(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Document]:
     for path in islice((Path(item["path"]) for item in found["files"]), source.rows):
-        yield from _told(partial(_text, path, stem(path), "text"), tell)
+        yield from _read_or_report(partial(_text, path, stem(path), "text"), report)
 
 
-def _rows(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
+def _rows(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Document]:
     adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
     files = [Path(file["path"]) for file in found["files"]]
     if files[0].suffix.lower() in CODE_SUFFIXES:
-        yield from _source_tree(place(str(source.where)), files, source, tell)
+        yield from _source_tree(place(str(source.where)), files, source, report)
         return
-    named = (item for file in files for item in read_jsonl(file, tell))
+    named = (item for file in files for item in read_jsonl(file, report))
     for name, row in islice(named, source.rows):
-        yield from _told(partial(adapt, adapter, row, source.columns, name=name, kind=""), tell)
+        yield from _read_or_report(partial(adapt, adapter, row, source.columns, name=name, kind=""), report)
 
 
-def _source_tree(root: Path, files: list[Path], source: SourceConfig, tell: Tell) -> Iterator[Document]:
-    """A document a file, named by its place in the tree."""
+def _source_tree(root: Path, files: list[Path], source: SourceConfig, report: Report) -> Iterator[Document]:
+    """Yield one document for each file, named by its path in the tree."""
     for path in islice(files, source.rows):
         name = path.relative_to(root).as_posix() if path != root else path.name
-        yield from _told(partial(_text, path, readable(name), "code"), tell)
+        yield from _read_or_report(partial(_text, path, readable(name), "code"), report)
 
 
 def _text(path: Path, name: str, kind: str) -> list[Document]:
     return [Document(name, kind, text=read_text(path))]
 
 
-def _told(read: Callable[[], list[Document]], tell: Tell) -> list[Document]:
-    """What is read; none where it cannot be and `tell` goes on."""
+def _read_or_report(read: Callable[[], list[Document]], report: Report) -> list[Document]:
+    """Return the documents of `read()`; none if it fails and `report` does not raise."""
     try:
         return read()
     except DataError as error:
-        tell(error)
+        report(error)
         return []
 
 
-def _manifest(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
+def _manifest(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Document]:
     parts = Manifest.load(need(source.where, "manifest")).parts
     total = sum(part.share for part in parts)
     for part, item in zip(parts, found["parts"], strict=True):
         limit = None if source.rows is None else max(1, round(source.rows * part.share / total))
-        for name, row in rows(part, item["commit"], limit, tell):
+        for name, row in rows(part, item["commit"], limit, report):
             columns = {**part.columns, **source.columns}
             read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind)
-            yield from _told(read, tell)
+            yield from _read_or_report(read, report)
 
 
 def batches(stream: Iterable[Document]) -> Iterator[list[Document]]:

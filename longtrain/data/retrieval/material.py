@@ -1,4 +1,4 @@
-"""What retrieval documents are made of: words, runs of tokens with roles, and the text around them.
+"""Building blocks of retrieval documents: token roles, turn marks, and running text to hide sentences in.
 
 Shapes: T tokens of one document.
 """
@@ -19,21 +19,21 @@ Ids: TypeAlias = NDArray[np.int32]
 
 
 class Role(IntEnum):
-    """What a token is to the loss."""
+    """The role of a token in the loss."""
 
     TEXT = 0
     """Running text of the context, or of a plain document."""
     PROMPT = 1
-    """Questions, and what was hidden in the context: nothing to be learned from predicting it."""
+    """Questions, and sentences hidden in the context, which are not worth predicting."""
     ANSWER = 2
-    """The assistant's words."""
+    """Text of the assistant."""
     VALUE = 3
-    """The tokens of an answer that can only come from the context."""
+    """Tokens of an answer that can only be known from the context."""
 
 
 @dataclass(frozen=True)
 class RoleDocument:
-    """A written document: `ids_T` and, for each token, its `Role` in `roles_T` (uint8)."""
+    """A generated document: `ids_T` and, for each token, its `Role` in `roles_T` (uint8)."""
 
     ids_T: Ids
     roles_T: NDArray[np.uint8]
@@ -42,9 +42,9 @@ class RoleDocument:
 
 @dataclass(frozen=True)
 class ChatIds:
-    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's.
+    """Token ids around turns: before the user's, before the assistant's, after the assistant's.
 
-    `start` is what a conversation begins with before its first turn, where the template has such a token.
+    `start` holds the tokens before the first turn, if the template has any.
     """
 
     user: tuple[int, ...]
@@ -54,11 +54,11 @@ class ChatIds:
 
 
 class TextStream:
-    """Tokenised documents end to end, cut anywhere; sentences may be written in at its breaks.
+    """Concatenated tokenised documents, with the positions (breaks) where sentences can be inserted.
 
     Token t is a break if the token before it ends a sentence and t starts with a space and a letter, or the
-    token before it ends a line and t starts with a letter: what is written there leaves the tokens around it
-    as they are.
+    token before it ends a line and t starts with a letter: text inserted there does not change how the tokens
+    around it are tokenised.
 
     Args:
         ids_T: all documents' ids in one array (a memory map will do).
@@ -80,11 +80,11 @@ class TextStream:
         )
 
     def text(self, ids_T: NDArray[np.integer]) -> str:
-        """Tokens as text, each decoded alone."""
+        """Decode tokens to text, each separately."""
         return "".join(self.token_text[i] for i in ids_T.tolist())
 
     def cut(self, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
-        """A slice of n tokens, from a break on if it can, and the breaks inside it (offsets, maybe none)."""
+        """Return a slice of n tokens, from a break if possible, and the offsets of the breaks inside it."""
         total = len(self.ids_T)
         start = int(rng.integers(total))
         at = int(np.searchsorted(self.break_at, start))
@@ -99,7 +99,7 @@ class TextStream:
 
 
 class DocumentBuilder:
-    """A document being written: runs of ids of one role each."""
+    """Builds a document from runs of token ids, each with one role."""
 
     def __init__(self) -> None:
         self.runs: list[Ids] = []
@@ -114,13 +114,13 @@ class DocumentBuilder:
             self.n += len(run)
 
     def extend(self, other: DocumentBuilder) -> None:
-        """Append another draft."""
+        """Append the runs of another builder."""
         self.runs += other.runs
         self.roles += other.roles
         self.n += other.n
 
     def document(self, kind: str) -> RoleDocument:
-        """The finished document."""
+        """Return the finished document."""
         ids_T = np.concatenate(self.runs)
         roles_T = np.repeat(np.array(self.roles, dtype=np.uint8), [len(run) for run in self.runs])
         return RoleDocument(ids_T, roles_T, kind)

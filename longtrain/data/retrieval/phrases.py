@@ -1,4 +1,4 @@
-"""Phrases of the retrieval tasks in a target's tokens, and the text they are hidden in.
+"""Tokenised phrases of the retrieval tasks, and contexts with sentences hidden in them.
 
 Shapes: T tokens of one document.
 """
@@ -27,22 +27,22 @@ from longtrain.errors import ConfigError
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 MARGIN = 32
-"""Least tokens of text that sentences are hidden in."""
+"""Smallest number of tokens of text that sentences are hidden in."""
 
 
 class Phrases:
-    """What all writers of retrieval tasks share: sentences, keys, numbers, and text with sentences in it.
+    """Base class of the writers of retrieval tasks: makes sentences, keys, numbers and contexts.
 
     Args:
         encode: text -> ids, without special tokens.
         chat: the turn marks.
-        streams: real text to write into.
-        stream_weights: how often each is drawn; None: by tokens.
-        separator: token between a stream's documents; written as a line's end inside a chat.
-        wording: the words that questions are asked in.
+        streams: real text to insert sentences into.
+        stream_weights: relative frequency of each stream; None: its number of tokens.
+        separator: token between a stream's documents; replaced by a line end inside a chat.
+        wording: the wording of questions.
 
     Raises:
-        ConfigError: no streams.
+        ConfigError: there are no streams.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Phrases:
         )
 
     def phrase(self, text: str) -> Ids:
-        """The ids of a fixed piece of text, tokenised once."""
+        """Return the ids of a fixed text, tokenised once."""
         if text not in self._phrases:
             self._phrases[text] = np.array(self.encode(text), dtype=np.int32)
         return self._phrases[text]
 
-    def say(self, template: str, **parts: Ids) -> Ids:
-        """The ids of a text of the wording: what stands between its places is tokenised piece by piece.
+    def fill(self, template: str, **parts: Ids) -> Ids:
+        """Return the ids of a template: the text between its placeholders is tokenised piece by piece.
 
         Args:
-            template: the text, its places in braces.
-            parts: ids of each place.
+            template: the text, with placeholders in braces.
+            parts: token ids of each placeholder.
         """
         runs: list[Ids] = [np.zeros(0, dtype=np.int32)]
         for text, place, _, _ in Formatter().parse(template):
@@ -108,12 +108,12 @@ class Phrases:
         return [self._hidden("One of the special magic numbers for", tail) for tail in tails]
 
     def _later(self, ask: str, *, opening: bool) -> str:
-        """A question: the first one of a document ends the line before it, others begin a turn."""
+        """Return a question's template without its leading line end, unless it is the document's first."""
         return ask if opening else ask.removeprefix("\n")
 
     def _answer(self, doc: DocumentBuilder, key: Ids, values: list[Ids], *, single: bool) -> None:
         begin = self.wording.hidden(single=single).answer + " "
-        doc.add(Role.ANSWER, self.say(begin, key=key))
+        doc.add(Role.ANSWER, self.fill(begin, key=key))
         for i, value in enumerate(values):
             if i:
                 doc.add(Role.ANSWER, self.phrase(", "))
@@ -129,31 +129,31 @@ class Phrases:
         return self.streams[min(int(np.searchsorted(self._edges, rng.random())), len(self.streams) - 1)]
 
     def _text(self, stream: TextStream, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
-        """Text for a chat: where a document ends inside it, a line ends."""
+        """Return text for a chat, with a line end where a document ends."""
         text, breaks = stream.cut(n, rng)
         text[text == self.separator] = self.phrase("\n")[-1]
         return text, breaks
 
     def _name(self, rng: np.random.Generator) -> Ids:
-        """A variable's name, tokenised as a word."""
+        """Return a random variable name, tokenised as a word."""
         return self._word(self._letters(rng))
 
     def _letters(self, rng: np.random.Generator) -> str:
-        """A variable's name: five capitals."""
+        """Return a random variable name of five capital letters."""
         return "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5))
 
     def _word(self, name: str) -> Ids:
         return np.array(self.encode(f" {name}"), dtype=np.int32)
 
     def _hidden(self, start: str, rest: list[Ids]) -> tuple[Ids, Ids]:
-        """A sentence in its two forms: inside a line (a space before it), and as a line of its own."""
+        """Return a sentence in two forms: inside a line (after a space), and as a line of its own."""
         return (
             np.concatenate([self.phrase(" " + start), *rest]),
             np.concatenate([self.phrase(start), *rest, self.phrase("\n")]),
         )
 
     def _ask(self, doc: DocumentBuilder, question: Ids, *, opening: bool) -> None:
-        """A question; the opening one ends the user's turn that began with the context."""
+        """Append a question; the opening one ends the user's turn that began with the context."""
         doc.add(Role.PROMPT, *([] if opening else [self.user]), question, self.assistant)
 
     def _context(
@@ -167,9 +167,9 @@ class Phrases:
         in_order: bool = False,
         at: tuple[int, float] | None = None,
     ) -> None:
-        """The first turn's opening, `n_tokens` in all: intro, then text with sentences hidden at breaks.
+        """Return the first turn's beginning, of `n_tokens`: intro, then text with sentences hidden at breaks.
 
-        Sentence `at[0]` stands at the break nearest to the share `at[1]` of the text, the others anywhere.
+        Sentence `at[0]` is put at the break nearest to the share `at[1]` of the text, the others at random.
         """
         doc.add(Role.PROMPT, self.user, self.phrase(intro))
         room = n_tokens - doc.n
@@ -196,7 +196,7 @@ class Phrases:
         doc.add(Role.TEXT, text[last : last + n_tokens - doc.n])
 
     def _filled(self, body: DocumentBuilder, n_tokens: int, rng: np.random.Generator) -> DocumentBuilder:
-        """The body as a chat of exactly `n_tokens`, text put before it."""
+        """Return the body as a chat of exactly `n_tokens`, filled up with text before it."""
         doc = DocumentBuilder()
         doc.add(Role.PROMPT, self.user)
         newline = self.phrase("\n")
@@ -209,12 +209,12 @@ class Phrases:
         return doc
 
     def _draw(self, width: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """N different numbers of `width` digits without leading zeros."""
+        """Draw n distinct numbers of `width` digits without leading zeros."""
         low = 10 ** (width - 1)
         return rng.permutation(low + rng.choice(9 * low, n, replace=False, shuffle=False))
 
     def _spell(self, numbers: NDArray[np.int64], width: int) -> list[Ids]:
-        """Tokens of numbers of `width` digits."""
+        """Return the tokens of numbers of `width` digits."""
         if self.digits is None:
             return [np.array(self.encode(str(number)), dtype=np.int32) for number in numbers]
         return list(self.digits[(numbers[:, None] // 10 ** np.arange(width - 1, -1, -1)) % 10])

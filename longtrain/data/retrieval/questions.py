@@ -1,4 +1,4 @@
-"""One retrieval question at the end of one prompt: what eviction is trained on and measured with.
+"""Prompts that end with one retrieval question, used to train and to evaluate KV eviction.
 
 Shapes: T tokens of one part of a prompt.
 """
@@ -20,22 +20,22 @@ MOST_KEYS, MOST_VALUES, MOST_CHAINS, MOST_LINES = 16, 4, 6, 96
 LEAST_NAMES, MOST_NAMES = 2, 4
 NEEDLE_DIGITS, TABLE_DIGITS, CHAIN_DIGITS = 7, 7, 5
 CUE = 12
-"""Tokens that a passage to be quoted is asked for with, and the fewest that it has."""
+"""Tokens of the cue that asks for a quotation, and smallest length of the quoted passage."""
 
 
 @dataclass(frozen=True)
 class RetrievalQuestion:
-    """A prompt in two parts, and its answer.
+    """A prompt in two parts (context and question), and its answer.
 
     Args:
         task: one of `QUESTION_TASKS`.
-        context_T: the chat's opening and the text, up to where the question begins.
-        question_T: the question, the mark after which the assistant writes, and the words that every right
-            answer begins with (RULER's answer prefix): targets would word them in ways of their own.
-        answer_T: the expected rest of the answer with its end mark.
-        answer: that rest as text, without the mark.
-        values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
-            the quoted passage. How long a quotation goes on is not said in its question.
+        context_T: start of the chat and the text, up to the question.
+        question_T: the question, the start of the assistant's turn, and the first words of the answer
+            (RULER's answer prefix), which targets would otherwise phrase in different ways.
+        answer_T: the expected rest of the answer with its end marker.
+        answer: that rest as text, without the marker.
+        values: values that a correct answer must contain: the numbers or names asked for, in the order of
+            the text, or the quoted passage. The question does not state a quotation's length.
     """
 
     task: str
@@ -50,15 +50,15 @@ class RetrievalQuestionWriter(Phrases):
     """Writes prompts that end with one question about a fact hidden in their text; arguments: `Phrases`."""
 
     def question(self, task: str, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
-        """One question whose prompt (`context_T` and `question_T`) has exactly `n_tokens` tokens.
+        """Return a question whose prompt (`context_T` and `question_T`) has exactly `n_tokens` tokens.
 
         Args:
             task: `needles` (1 to 16 keys of 1 to 4 values each, as many as fit), `chains`, `table`, `quote`.
-            n_tokens: at least `least_tokens(task)`, turn marks included.
-            rng: all randomness.
+            n_tokens: prompt length, at least `least_tokens(task)`, turn marks included.
+            rng: source of all randomness.
 
         Raises:
-            ConfigError: an unknown task, or too few tokens for it.
+            ConfigError: the task is unknown, or `n_tokens` is too small for it.
         """
         if task not in QUESTION_TASKS:
             raise ConfigError(f"unknown question task '{task}'; known: {', '.join(QUESTION_TASKS)}")
@@ -70,7 +70,7 @@ class RetrievalQuestionWriter(Phrases):
         return getattr(self, f"_write_{task}")(n_tokens, rng)
 
     def least_tokens(self, task: str) -> int:
-        """The shortest prompt that every question of a task of `QUESTION_TASKS` fits in, tokens."""
+        """Return the shortest prompt length that fits every question of a task, in tokens."""
         return int(getattr(self, f"_least_tokens_{task}")())
 
     def _least_tokens_needles(self) -> int:
@@ -82,7 +82,7 @@ class RetrievalQuestionWriter(Phrases):
 
     def _least_tokens_chains(self) -> int:
         value = np.zeros(self._most_digits(CHAIN_DIGITS), dtype=np.int32)
-        name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # a letter each, the space, and a tokenizer's own
+        name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # one token a letter, the space, and a prefix token
         fixed = self._fixed(self.wording.chains, value=value, count=self.phrase("2"))
         return fixed + MARGIN + most_tokens(self._chain_runs([name] * LEAST_NAMES, value))
 
@@ -93,22 +93,24 @@ class RetrievalQuestionWriter(Phrases):
 
     def _least_tokens_quote(self) -> int:
         cue = np.zeros(CUE, dtype=np.int32)
-        return self._fixed(self.wording.quote, cue=cue) + 2 * CUE  # the cue in the text, and the passage
+        return self._fixed(self.wording.quote, cue=cue) + 2 * CUE  # cue in the text, passage
 
     def _most_digits(self, width: int) -> int:
-        """Tokens of a number: its digits, and one more where a tokenizer may begin words with its own."""
+        """Return the largest number of tokens of a number: its digits, and possibly a word prefix."""
         return width if self.digits is not None else width + 1
 
     def _chain_runs(self, ids: list[Ids], value: Ids) -> list[tuple[Ids, Ids]]:
-        """The sentences of a chain in their two forms: the value to the first name, each name to the next."""
+        """Return a chain's sentences, `VAR A = value.` then `VAR B = VAR A.`, in the forms of `_hidden`."""
         lines = [self._hidden("VAR", [ids[0], self.phrase(" = "), value, self.phrase(".")])]
         for a, b in pairwise(ids):
             lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
         return lines
 
     def _asked(self, words: TaskWords, **parts: Ids) -> Ids:
-        """The question, the mark after which the assistant writes, and what its answer begins with."""
-        return np.concatenate([self.say(words.ask, **parts), self.assistant, self.say(words.answer, **parts)])
+        """Return the question, the start of the assistant's turn, and the first words of its answer."""
+        return np.concatenate(
+            [self.fill(words.ask, **parts), self.assistant, self.fill(words.answer, **parts)]
+        )
 
     def _write_needles(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         n_keys = int(rng.integers(1, MOST_KEYS + 1))
@@ -127,7 +129,7 @@ class RetrievalQuestionWriter(Phrases):
         numbers = self._draw(NEEDLE_DIGITS, len(owner), rng)
         spelt = self._spell(numbers, NEEDLE_DIGITS)
         runs = [self._needle_runs([keys[o]], [[v]])[0] for o, v in zip(owner, spelt, strict=True)]
-        asked = int(owner[0])  # the first needle stays whatever the room
+        asked = int(owner[0])  # the first needle is always used, even if no other fits
         single = int(counts[asked]) == 1 and rng.random() < self.wording.singular
         room = n_tokens - self._fixed(self.wording.hidden(single=single), key=keys[asked]) - MARGIN
         sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
@@ -150,7 +152,7 @@ class RetrievalQuestionWriter(Phrases):
             names = [self._letters(rng) for _ in range(int(rng.integers(LEAST_NAMES, MOST_NAMES + 1)))]
             lines = self._chain_runs([self._word(name) for name in names], value)
             while not chains and most_tokens(lines) > room and len(lines) > LEAST_NAMES:
-                lines.pop()  # the chain asked for stays, cut to what fits
+                lines.pop()  # shorten the chain that is asked for until it fits
             if chains and most_tokens(lines) > room:
                 break
             room -= most_tokens(lines)
@@ -204,12 +206,12 @@ class RetrievalQuestionWriter(Phrases):
         )
 
     def _fixed(self, words: TaskWords, **parts: Ids) -> int:
-        """Tokens of a prompt that are not its text."""
+        """Return the number of tokens of a prompt that are not running text."""
         opening = len(self.start) + len(self.user) + len(self.phrase(words.intro))
         return opening + len(self._asked(words, **parts))
 
     def _with_values(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> RetrievalQuestion:
-        """The question whose answer goes on with the values, one after the other."""
+        """Return the question whose answer consists of the values, one after the other."""
         text = f" {', '.join(values)}."
         answer_T = np.concatenate([np.array(self.encode(text), dtype=np.int32), self.end])
         return RetrievalQuestion(task, *parts, answer_T, text, values)
@@ -222,7 +224,7 @@ class RetrievalQuestionWriter(Phrases):
         n_tokens: int,
         rng: np.random.Generator,
     ) -> tuple[Ids, Ids]:
-        """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
+        """Return context with sentences hidden in order, and the question, of `n_tokens` together."""
         doc = DocumentBuilder()
         n_context = n_tokens - len(question_T) - len(self.start)
         self._context(doc, words.intro, hidden, n_context, rng, in_order=True)
@@ -230,5 +232,5 @@ class RetrievalQuestionWriter(Phrases):
 
 
 def most_tokens(runs: list[tuple[Ids, Ids]]) -> int:
-    """Tokens of sentences at most: those of the longer of their two forms."""
+    """Return the largest number of tokens of sentences, by the longer of their two forms."""
     return sum(max(len(spaced), len(line)) for spaced, line in runs)

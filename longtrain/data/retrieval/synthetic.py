@@ -1,8 +1,8 @@
-"""Retrieval tasks written into real text: needles, variable chains, tables, quoting and copying.
+"""Generates retrieval tasks inside real text: needles, variable chains, tables, quoting and copying.
 
-Every document is a chat over one context with many questions, so that one forward supervises many
-retrievals. All work is on token ids (text and phrases are tokenised once); a document is a pure function of
-its generator.
+Every document is a chat over one context with many questions, so that one forward pass trains many
+retrievals. Everything works on token ids (text and phrases are tokenised once); a document is a pure function
+of its random generator.
 
 Shapes: T tokens of one document.
 """
@@ -33,19 +33,19 @@ from longtrain.errors import ConfigError, DataError
 OPTIONS = {"doc_tokens", "tasks"}
 """Options that a synthetic source may have."""
 TASKS = {"retrieval": (*QUESTION_TASKS, "copy"), "questions": QUESTION_TASKS}
-"""Kind of a synthetic source -> the tasks that it can be written for."""
+"""Kind of synthetic source -> its tasks."""
 
 
 class RetrievalWriter(RetrievalQuestionWriter):
-    """Writes retrieval documents of an exact length into the text of its streams; arguments: `Phrases`."""
+    """Writes retrieval documents of an exact length around text of its streams; arguments: see `Phrases`."""
 
     tasks = TASKS["retrieval"]
 
     def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
-        """One document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
+        """Return a document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
 
         Raises:
-            ConfigError: unknown task, or too few tokens for it.
+            ConfigError: the task is unknown, or `n_tokens` is too small for it.
         """
         if task not in self.tasks:
             raise ConfigError(f"unknown retrieval task '{task}'; known: {', '.join(self.tasks)}")
@@ -61,13 +61,13 @@ class RetrievalWriter(RetrievalQuestionWriter):
         *,
         depth: float | None = None,
     ) -> tuple[list[int], str]:
-        """A prompt of exactly `n_tokens` tokens, one value a key and one key asked, and the value expected.
+        """Return a prompt of exactly `n_tokens` tokens that asks for the value of one key, and that value.
 
         Args:
             n_tokens: prompt length, chat marks included.
-            n_keys: needles hidden, each with another key; where they are is uniform over the text's breaks.
-            rng: all randomness.
-            depth: share of the text before the needle that is asked for, 0 to 1; None: anywhere.
+            n_keys: number of hidden needles with distinct keys, placed uniformly over the text's breaks.
+            rng: source of all randomness.
+            depth: share of the text before the needle that is asked for, 0 to 1; None: random.
         """
         keys = self._keys(n_keys, rng, self.keys_listed)
         numbers = self._draw(7, n_keys, rng)
@@ -75,7 +75,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         asked = int(rng.integers(n_keys))
         words = self.wording.hidden(single=self.wording.singular == 1)
         begin = self._begin(words, key=keys[asked])
-        tail = np.concatenate([self.say(words.ask, key=keys[asked]), self.assistant, begin])
+        tail = np.concatenate([self.fill(words.ask, key=keys[asked]), self.assistant, begin])
         doc = DocumentBuilder()
         needles = self._needle_runs(keys, [[value] for value in values])
         at = None if depth is None else (asked, depth)
@@ -84,8 +84,8 @@ class RetrievalWriter(RetrievalQuestionWriter):
         return np.concatenate(doc.runs).tolist(), str(numbers[asked])
 
     def _begin(self, words: TaskWords, **parts: Ids) -> Ids:
-        """What the assistant's turn begins with; nothing where the wording leaves it to the assistant."""
-        return self.say(words.answer if self.wording.always_begun else "", **parts)
+        """Return the given start of the assistant's answer; empty if the wording gives none."""
+        return self.fill(words.answer if self.wording.always_begun else "", **parts)
 
     # Needles: keys with one to four seven-digit values.
 
@@ -102,7 +102,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
             single, opening = singular and len(values[at]) == 1, turns.n == 0
             turn = DocumentBuilder()
             ask = self._later(self.wording.hidden(single=single).ask, opening=opening)
-            self._ask(turn, self.say(ask, key=keys[at]), opening=opening)
+            self._ask(turn, self.fill(ask, key=keys[at]), opening=opening)
             self._answer(turn, keys[at], values[at], single=single)
             if not opening and turns.n + turn.n > 0.45 * n_tokens:
                 break
@@ -127,9 +127,9 @@ class RetrievalWriter(RetrievalQuestionWriter):
             chain = self._chain_runs(names, value)
             opening = turns.n == 0
             turn = DocumentBuilder()
-            ask = self.say(self._later(words.ask, opening=opening), value=value)
+            ask = self.fill(self._later(words.ask, opening=opening), value=value)
             self._ask(turn, ask, opening=opening)
-            turn.add(Role.ANSWER, self.say(words.answer, value=value, count=self.phrase(str(len(names)))))
+            turn.add(Role.ANSWER, self.fill(words.answer, value=value, count=self.phrase(str(len(names)))))
             for i, name in enumerate(names):
                 turn.add(Role.VALUE, *([self.phrase(",")] if i else []), name)
             turn.add(Role.ANSWER, self.phrase("."), self.end)
@@ -154,7 +154,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         digits = max(len(number) for number in self._numbers(width, 1, rng))
         line = 2 * digits + len(sep) + len(newline)
         key = np.zeros(digits, dtype=np.int32)
-        said = len(self.say(words.ask, key=key)) + len(self._begin(words, key=key)) + len(space)
+        said = len(self.fill(words.ask, key=key)) + len(self._begin(words, key=key)) + len(space)
         turn = said + digits + len(dot) + len(self.user) + len(self.assistant) + len(self.end)
         room = n_tokens - len(intro) - turn
         n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
@@ -165,7 +165,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
             body.add(Role.PROMPT, key, sep, value, newline)
         n_turns = max(1, min((n_tokens - body.n - len(self.user)) // turn, 2 * n_lines))
         for i, at in enumerate(rng.integers(n_lines, size=n_turns)):
-            self._ask(body, self.say(words.ask, key=keys[at]), opening=i == 0)
+            self._ask(body, self.fill(words.ask, key=keys[at]), opening=i == 0)
             body.add(Role.ANSWER, self._begin(words, key=keys[at]), space)
             body.add(Role.VALUE, values[at])
             body.add(Role.ANSWER, dot, self.end)
@@ -175,7 +175,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         cue, length = CUE, int(rng.integers(24, 65))
         words, newline = self.wording.quote, self.phrase("\n")
         intro, blank = self.phrase(words.intro), np.zeros(CUE, dtype=np.int32)
-        said = len(self.say(words.ask.removeprefix("\n"), cue=blank)) + len(self._begin(words, cue=blank))
+        said = len(self.fill(words.ask.removeprefix("\n"), cue=blank)) + len(self._begin(words, cue=blank))
         turn = said + length + len(self.user) + len(self.assistant) + len(self.end)
         n_turns = min(int(rng.integers(1, 9)), (n_tokens - 2 * cue - len(intro)) // (2 * turn))
         if n_turns < 1:
@@ -189,7 +189,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         doc.add(Role.TEXT, text)
         for i, at in enumerate(rng.choice(starts, n_turns)):
             ask, passage = self._later(words.ask, opening=i == 0), text[at : at + cue]
-            self._ask(doc, self.say(ask, cue=passage), opening=i == 0)
+            self._ask(doc, self.fill(ask, cue=passage), opening=i == 0)
             doc.add(Role.ANSWER, self._begin(words, cue=passage))
             doc.add(Role.ANSWER, text[at + cue : at + cue + length], self.end)
         return doc.document("quote")
@@ -214,21 +214,21 @@ def synthetic_documents(
     *,
     limit: int | None = None,
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray] | PromptDocument]:
-    """A synthetic source's documents, each a function of the config's seed and its number.
+    """Yield a synthetic source's documents, each a function of the config's seed and its index.
 
     Args:
-        source: `synthetic: retrieval` (many questions a document; all but questions and hidden facts are
-            labels) or `synthetic: questions` (one at the end of a prompt); `rows` documents; options
-            `doc_tokens: [shortest, longest]` (a question's prompt; lengths are log-uniform; default
-            `prompt_tokens`) and `tasks: [NAME, ...]`.
-        texts: training documents' ids by text kind.
+        source: `synthetic: retrieval` (many questions per document; all tokens except questions and hidden
+            sentences are labels) or `synthetic: questions` (one question at the end of a prompt); `rows` is
+            the number of documents; options are `doc_tokens: [shortest, longest]` (of a document or prompt;
+            lengths are log-uniform; default `prompt_tokens`) and `tasks: [NAME, ...]`.
+        texts: text kind -> token ids of training documents.
         tokenizer: the target's.
         config: seed, `prompt_tokens`, `question`, `answer_tokens`.
-        limit: most tokens of a prompt and its answer; None: no limit.
+        limit: largest number of tokens of a prompt and its answer; None: no limit.
 
     Raises:
-        ConfigError: see `check_synthetic`; or there is no text to write into.
-        DataError: a chat template whose turn marks cannot be told from the turns.
+        ConfigError: see `check_synthetic`; or there is no text to hide sentences in.
+        DataError: the chat template's turn marks cannot be separated from the turns.
     """
     tasks = _tasks(source)
     if not texts:
@@ -258,16 +258,16 @@ def synthetic_documents(
 
 
 def check_synthetic(source: SourceConfig, tokenizer: Any, config: DataConfig) -> None:
-    """Refuse a synthetic source that cannot be written, before any text is tokenised.
+    """Refuse a synthetic source that cannot be generated, before any text is tokenised.
 
     Args:
         source: see `synthetic_documents`.
         tokenizer: the target's.
-        config: says how long prompts are.
+        config: the data config, for the lengths of prompts.
 
     Raises:
-        ConfigError: another name, no `rows`, an unknown option or task, or prompts too short for a task.
-        DataError: no chat template, or one whose turn marks cannot be told from the turns.
+        ConfigError: an unknown name, option or task, no `rows`, or prompts too short for a task.
+        DataError: there is no chat template, or its turn marks cannot be separated from the turns.
     """
     tasks, (shortest, _) = _tasks(source), _lengths(source, config)
     writer = _writer(tokenizer, [TextStream(np.zeros(64, np.int64), [""], "text")])
@@ -283,7 +283,7 @@ def check_synthetic(source: SourceConfig, tokenizer: Any, config: DataConfig) ->
 
 
 def _tasks(source: SourceConfig) -> tuple[str, ...]:
-    """The tasks of a synthetic source, whose other values are checked too."""
+    """Check a synthetic source's values, and return its tasks."""
     if source.where not in TASKS or not source.rows or set(source.options) - OPTIONS:
         raise ConfigError(
             f"synthetic: {source.where} rows: {source.rows} options: {sorted(source.options)}; allowed: "
@@ -297,7 +297,7 @@ def _tasks(source: SourceConfig) -> tuple[str, ...]:
 
 
 def _lengths(source: SourceConfig, config: DataConfig) -> tuple[int, int]:
-    """The shortest and the longest document of a synthetic source, tokens."""
+    """Return the shortest and longest document length of a synthetic source, in tokens."""
     shortest, longest = source.options.get("doc_tokens") or config.prompt_tokens or (512, 4096)
     return shortest, longest
 
@@ -313,17 +313,17 @@ def _writer(tokenizer: Any, streams: list[TextStream]) -> RetrievalWriter:
 
 
 def _prompt(made: RetrievalQuestion, about: Document, config: DataConfig) -> PromptDocument:
-    """A question as a prompt with its expected answer."""
+    """Return a question as a prompt with its expected answer."""
     ids_T = np.concatenate([made.context_T, made.question_T]).astype(np.int64)
     begin = len(made.context_T) if config.question == "response" else len(ids_T)
     return PromptDocument(about, ids_T, begin, made.answer_T[: config.answer_tokens].astype(np.int64))
 
 
 def turn_marks(tokenizer: Any) -> ChatIds:
-    """What the chat template puts before the user's turn, before the assistant's, after it, and before all.
+    """Return the chat template's tokens before the user's turn, around the assistant's, and at the start.
 
     Raises:
-        DataError: the template does not leave one-token turns alone.
+        DataError: the template changes one-token turns, so that the marks cannot be found.
     """
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     ids = render(tokenizer, turns, how="all", name="turn marks").ids_T.tolist()
@@ -337,7 +337,7 @@ def turn_marks(tokenizer: Any) -> ChatIds:
     twice = render(tokenizer, [*turns, *turns], how="all", name="turn marks").ids_T.tolist()
     later = _between(twice, answer[0], user[0])
     if later is not None and later[: len(end)] == end and len(later) > len(end):
-        opening = later[len(end) :]  # without a system message that the template puts before the first turn
+        opening = later[len(end) :]  # omits a system message that the template puts before the first turn
         if ids[at - len(opening) : at] == opening:
             start = ids[: at - len(opening)]
             return ChatIds(tuple(opening), tuple(ids[at + 1 : to]), tuple(end), tuple(start))
@@ -346,7 +346,7 @@ def turn_marks(tokenizer: Any) -> ChatIds:
 
 
 def _between(ids: list[int], after: int, before: int) -> list[int] | None:
-    """The ids between the first `after` and the next `before`; None where they do not come so."""
+    """Return the ids between the first `after` and the next `before`; None if they are not found."""
     if after not in ids or before not in ids[ids.index(after) :]:
         return None
     first = ids.index(after)

@@ -1,7 +1,8 @@
-"""The words that retrieval questions are asked in: RULER's, or those that `method=pretrain` teaches.
+"""The wording of retrieval questions: RULER's, or the one that `method=pretrain` trains on.
 
-A target's own `tokenizer_config.json` says which (`"retrieval_wording": "pretrain"`); without that key it is
-RULER's. Training data and suites ask here, so that a module meets the words it was trained on.
+The target's `tokenizer_config.json` selects it (`"retrieval_wording": "pretrain"`); without that key it is
+RULER's. Training data and evaluation suites both use it, so that a module is evaluated on the wording it was
+trained on.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ KEY = "retrieval_wording"
 
 @dataclass(frozen=True)
 class TaskWords:
-    """How one task is asked.
+    """The wording of one task.
 
-    The places that are filled in are named in braces; keys of needles and cues of quotations begin with
-    their own space.
+    Placeholders are in braces; the values for keys of needles and cues of quotations include their leading
+    space.
 
     Args:
-        intro: what the user's turn begins with.
+        intro: start of the user's turn.
         ask: the question, at the end of the user's turn.
-        answer: what the assistant's turn begins with (RULER's answer prefix): targets would word it in ways
-            of their own.
+        answer: start of the assistant's turn (RULER's answer prefix), which targets would otherwise phrase in
+            different ways.
     """
 
     intro: str
@@ -36,21 +37,21 @@ class TaskWords:
 
 @dataclass(frozen=True)
 class Wording:
-    """How all tasks are asked.
+    """The wording of all tasks.
 
     Args:
-        name: value of the key.
-        needle: one value is asked for.
-        needles: several values are asked for.
-        chains: all variables with a value are.
-        table: the value of a key is.
-        quote: what stands after a cue is.
-        copy: what a text to be repeated is introduced with.
+        name: value of the key in `tokenizer_config.json`.
+        needle: asks for one value.
+        needles: asks for several values.
+        chains: asks for all variables with a value.
+        table: asks for the value of a key.
+        quote: asks for the text after a cue.
+        copy: introduces a text that is to be repeated.
         singular: share of the questions about one value that use the singular.
-        always_begun: whether needle grids, and tables and quotations in documents with many questions, write
-            the beginning of the answer too; prompts that end with one question always do.
-        without_template: what stands between question and answer where there is no chat template.
-        about: what results say of it.
+        always_begun: True: needle grids, and tables and quotations in documents with many questions, also
+            include the start of the answer; prompts that end with one question always do.
+        without_template: text between question and answer if there is no chat template.
+        about: note on the wording in results.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Wording:
     about: str
 
     def hidden(self, *, single: bool) -> TaskWords:
-        """The words for needles, one value being asked for or several."""
+        """Return the wording for needles, asking for one value or for several."""
         return self.needle if single else self.needles
 
 
@@ -115,11 +116,11 @@ RULER = Wording(
     without_template="",
     about="asked in RULER's words",
 )
-"""RULER's wording of needles and variable tracking; tables and quotations, which it does not have, alike.
+"""RULER's wording of needles and variable tracking; tables and quotations, not in RULER, are worded alike.
 
-A chain comes after a solved example, as there; here the example is short and the same in every prompt.
+As in RULER, a solved example precedes a chain; here it is short and the same in every prompt.
 
-Note: RULER writes a space after a chain's last colon, which most tokenizers would not split off there.
+Note: RULER writes a space after a chain's last colon, which most tokenizers would merge with the next word.
 
 Source: Hsieh et al. 2024 and NVIDIA/RULER, scripts/data/synthetic/constants.py.
 """
@@ -153,16 +154,16 @@ PRETRAIN = Wording(
     without_template="\nAnswer:",
     about="asked in the words that the target was trained on (method=pretrain)",
 )
-"""What the bundled target and others of `method=pretrain` read in training."""
+"""The wording that targets of `method=pretrain`, such as the bundled one, are trained on."""
 
 WORDINGS = {wording.name: wording for wording in (RULER, PRETRAIN)}
 
 
 def wording_of(tokenizer: Any) -> Wording:
-    """The words that a target's retrieval questions are asked in.
+    """Return the wording of a target's retrieval questions.
 
     Args:
-        tokenizer: of the target, read from its folder.
+        tokenizer: the target's tokenizer, read from its folder.
 
     Raises:
         ConfigError: its `tokenizer_config.json` names another wording.

@@ -1,1 +1,1 @@
-"""Reading a part of the cache at each step: the role that scores its rows, and rules for scores."""
+"""Sparse decoding: selectors, which score the KV entries that each step reads."""

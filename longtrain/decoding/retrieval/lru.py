@@ -1,6 +1,6 @@
-"""What a buffer of the rows that were read last would load for the sets of each step.
+"""Simulates an LRU buffer of KV entries: the number of entries it would load at each step.
 
-Shapes: B batch, X sets, K rows of a set, S rows of a sequence.
+Shapes: B batch, X sets, K entries of a set, S entries of a sequence.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class LruBuffer:
-    """Counts what a buffer of a set's latest rows would load: the rows used least lately make room.
+    """Counts the loads of a buffer that evicts the least recently used entry.
 
     Args:
         batch: sequences.
-        n_sets: sets of each.
-        slots: rows that the buffer of a set holds, at least those of a set.
+        n_sets: sets of each sequence.
+        slots: capacity of a set's buffer, at least the entries of a set.
         rows: S.
-        device: where it counts.
+        device: device of the counters.
 
-    Source: SGLang's hierarchical sparse cache (device_buffer_size, by default twice the rows of a set).
+    Source: SGLang's hierarchical sparse cache (device_buffer_size, by default twice the entries of a set).
     """
 
     def __init__(self, batch: int, n_sets: int, slots: int, *, rows: int, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class LruBuffer:
         self._used_BXS = torch.full((batch, n_sets, rows), -1, dtype=torch.int64, device=device)
 
     def use(self, idx_BXK: Tensor, n_B: Tensor) -> Tensor:
-        """Take in the sets of a step, and say how many rows of each were not there, int64_BX."""
+        """Use the sets of a step; returns the number of entries of each that must be loaded, int64_BX."""
         B, X, K = idx_BXK.shape
         rows = self._used_BXS.shape[-1]
         order_BXS = self._used_BXS * rows + torch.arange(rows, device=idx_BXK.device)

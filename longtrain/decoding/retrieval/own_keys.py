@@ -1,6 +1,6 @@
-"""Selectors that hold a key of their own for every committed row.
+"""Selectors with a key of their own for every committed token.
 
-Shapes: L layers that have such keys, B batch, S slots, G heads of them in a layer, D their dim.
+Shapes: L layers that have such keys, B batch, S cache positions, G heads of them in a layer, D their dim.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConflictError
 
 if TYPE_CHECKING:
-    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.entry_sets import ReadBudget
     from longtrain.cache.selected import SelectedCache
 
 
 class KeyedSelector(Selector):
-    """Scores rows by its own keys: that of token s lies in slot s, beside the cache's.
+    """Scores entries by keys of its own; the key of token s is at position s.
 
     Args:
-        weight: of the module that makes the keys: they have its dtype and lie on its device.
+        weight: a weight of the module that makes the keys; gives their dtype and device.
         budget: see `Selector`.
     """
 
     title = ""
-    """What messages call the module, with its article."""
+    """Name of the module in messages, with its article."""
 
     def __init__(self, weight: Tensor, budget: ReadBudget) -> None:
         super().__init__(budget)
@@ -38,22 +38,22 @@ class KeyedSelector(Selector):
         self.keys_LBSGD: Tensor | None = None
 
     def reserve(self, layers: int, batch: int, positions: int, heads: int, dim: int) -> Tensor:
-        """Room for keys; that of an earlier call where it serves, which a recorded step may know.
+        """Allocate key buffers. Reuses the previous ones if large enough: CUDA graphs have their addresses.
 
         Args:
             layers: L.
             batch: B.
-            positions: most rows of a sequence; S is more: the last slot takes what must not count.
+            positions: most tokens of a sequence; S is larger: the last position takes invalid tokens.
             heads: G.
             dim: D.
 
         Raises:
-            NoRoomError: memory would run out.
+            NoRoomError: there is too little memory.
         """
         slots, kept, weight = rounded_slots(positions + 1), self.keys_LBSGD, self._weight
         if kept is not None and kept.shape[1] == batch and kept.shape[2] >= slots:
             return kept
-        self.keys_LBSGD = kept = None  # before the memory of the next is taken
+        self.keys_LBSGD = kept = None  # freed before the next one is allocated
         size = (layers, batch, slots, heads, dim)
         needed, what = math.prod(size) * weight.itemsize, f"the keys of {self.title}"
         check_room(needed, weight.device, what=what, batch=batch, tokens=slots)
@@ -76,9 +76,9 @@ class KeyedSelector(Selector):
         return self._weight.dtype
 
     def bytes(self) -> int:
-        """Bytes of its state."""
+        """Bytes of its keys."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its keys."""
+        """Tensors that steps update in place: its keys."""
         return () if self.keys_LBSGD is None else (self.keys_LBSGD,)

@@ -1,6 +1,6 @@
-"""Scores of rows from queries and keys, one rule for each kind of attention.
+"""Scores of KV entries from queries and keys: attention weights by head, and their maximum over heads.
 
-Shapes: ... leading dims (batch, sets of layers), H query heads, G KV heads, S rows, D head dim, C latent dim.
+Shapes: ... leading dims (batch, sets of layers), H query heads, G KV heads, S cache positions, D head dim.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from longtrain.errors import ConfigError, refusal
 
 
 def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float) -> Tensor:
-    """Attention weights of each query head over the visible rows.
+    """Attention weights of each query head over the visible entries.
 
-    A softmax orders the rows of one head as its logits do, but heads can be compared only after it.
+    The softmax keeps the order of the entries of one head, but makes heads comparable.
 
     Args:
-        q_HD: one query a head, [..., H, D].
+        q_HD: one query for each head, [..., H, D].
         k_GSD: keys, [..., G, S, D]; H is a multiple of G.
-        visible_S: bool, [..., S]; one row or more.
+        visible_S: bool mask, [..., S], with at least one visible entry.
         scale: softmax scale.
 
     Returns: w_HS in fp32 (fp64 for fp64), [..., H, S]; 0 where not visible.
@@ -31,7 +31,7 @@ def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float
     if H % G:
         raise refusal(ConfigError, f"{H} query heads on {G} KV heads", f"a multiple of {G}")
     wide = torch.promote_types(q_HD.dtype, torch.float32)
-    q = q_HD.to(wide).unflatten(-2, (G, H // G))
+    q = q_HD.to(wide).unflatten(-2, (G, H // G))  # [..., H, D] -> [..., G, H / G, D]
     score = (q @ k_GSD.to(wide).transpose(-1, -2)).flatten(-3, -2) * scale
     return score.masked_fill(~visible_S[..., None, :], -torch.inf).softmax(-1)
 
@@ -39,29 +39,16 @@ def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float
 def group_scores(weights_HS: Tensor, groups: int) -> Tensor:
     """Scores of each KV head: the highest weight among its query heads, [..., H, S] to [..., G, S].
 
-    MHA: as many groups as heads. GQA: fewer. MQA: one. MLA: one, since all heads read one latent row.
+    MHA: as many groups as heads. GQA: fewer. MQA: one. MLA: one, since all heads read one latent entry.
 
     Raises:
         ConfigError: heads that are no multiple of the groups.
 
     Source: SpeContext (arXiv 2512.00722) §4.3.
-    Note: for MLA the paper chooses for each head; what is then loaded is the union, and rows of a union are
-        those of this maximum at a larger budget.
+    Note: for MLA the paper chooses entries for each head and loads their union; the union's entries are those
+        of this maximum at a larger budget.
     """
     H = weights_HS.shape[-2]
     if groups < 1 or H % groups:
         raise refusal(ConfigError, f"{groups} groups of {H} heads", f"a divisor of {H}")
     return weights_HS.unflatten(-2, (groups, H // groups)).amax(-2)
-
-
-def latent_scores(q_HC: Tensor, latent_SC: Tensor, visible_S: Tensor, *, scale: float) -> Tensor:
-    """Scores of the latent rows of MLA, one set for all heads, [..., 1, S].
-
-    Args:
-        q_HC: queries with the key projection absorbed and their rotary part appended, [..., H, C].
-        latent_SC: latent rows with the shared rotary key appended, [..., S, C].
-        visible_S: bool, [..., S].
-        scale: softmax scale.
-    """
-    weights = head_weights(q_HC, latent_SC[..., None, :, :], visible_S, scale=scale)
-    return group_scores(weights, 1)

@@ -1,14 +1,14 @@
-"""The role that says which rows of the cache each decoding step reads.
+"""The interface of selectors, which score the KV entries that each decoding step reads.
 
-Two kinds share it. One scores rows before the target's forward, for sets that layers share (`table_LG`): what
-is to be read is then known before any layer runs, and can be fetched. The other is asked in each layer, with
-the layer's own queries and keys. Neither chooses: `cache.row_sets` takes the best of its scores.
+There are two kinds. One scores entries before the target's forward, for sets that layers share (`table_LG`):
+the entries to read are then known before any layer runs, and can be fetched. The other scores within each
+layer, from its own queries and keys. `cache.entry_sets` takes the best of the scores.
 
-Row s of the cache is that of token s of the text. Sets are chosen from what is known when a step begins: the
-committed rows, what `observe` told of them, and the root, whose own row is read in any case.
+Entry s of the cache belongs to token s of the text. Sets are selected from the information at the start of a
+step: the committed entries, the outputs passed to `observe`, and the root, whose own entry is always read.
 
-Shapes: L layers, B batch, S slots or prompt tokens, T rows of a step, X sets, H query heads, G KV heads,
-D head dim.
+Shapes: L layers, B batch, S cache positions or prompt tokens, T tokens of a step, X sets, H query heads, G KV
+heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.cache.selected import SelectedCache
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.targets.step import TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 
 class Selector:
-    """Scores the committed rows for each step; subclasses say how.
+    """Base class: scores the committed entries for each step.
 
     Args:
-        budget: how many rows are read, and which in any case.
+        budget: number of entries to read, and those that are always read.
     """
 
     name = ""
-    want = Want()
-    """What it needs of every target forward (`hidden`)."""
+    outputs = OutputRequest()
+    """Outputs that it needs from every target forward (`hidden`)."""
     table_LG: Tensor | None = None
-    """The set that each KV head of each layer reads, int64 on the host, for one that scores before the
-    forward; None: it is asked in each layer, whose KV heads have sets of their own."""
+    """Index of the set that each KV head of each layer reads, int64 on the host, for a selector that scores
+    before the forward; None: it scores within each layer, and every KV head has a set of its own."""
 
     def __init__(self, budget: ReadBudget) -> None:
         self.budget = budget
         self.cache: SelectedCache | None = None
 
     def serves(self, cache: KVCache) -> SelectedCache:
-        """The cache, once it has the room that reading chosen rows takes: before prompts are read.
+        """Check the cache and let it allocate memory for the sets, before prompts are read.
 
         Raises:
-            ConflictError: it reads no chosen rows, or none that are chosen within the layers.
-            ConfigError: the budget does not suit it.
+            ConflictError: the cache cannot read selected entries, or not those selected within layers.
+            ConfigError: the budget does not fit the cache.
         """
         if not isinstance(cache, SelectedCache):
             raise ConflictError(
-                f"{self.name} chooses rows, and a {type(cache).__name__} cannot read chosen rows alone; "
-                "leave the cache out"
+                f"{self.name} selects KV entries, and a {type(cache).__name__} cannot read selected ones "
+                "alone; leave the cache out"
             )
         cache.reserve(self.budget, within_layers=self.table_LG is None)
         return cache
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """After prefill, which reads everything: `tokens_BS[b, :n_B[b]]` are committed in the cache.
+        """Called after prefill, which reads everything: `tokens_BS[b, :n_B[b]]` are committed.
 
         Raises:
             ConflictError: see `serves`.
@@ -75,35 +75,35 @@ class Selector:
         cache.begin(self.budget, table_LG=self.table_LG, ask=ask)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """Scores before the forward of a step, where there is a `table_LG`.
+        """Score entries before the forward of a step, for selectors with a `table_LG`.
 
         Args:
-            root_B: the step's first token, at position `cache.len_B`; known tokens end with it.
+            root_B: the step's first token, at position `cache.len_B`, the last known one.
 
-        Returns: scores_BXS in fp32 or wider, of the cache's `used` slots or more; only their order within a
-            set counts. Slots from `cache.len_B` on may hold anything, and so may sequences that are not due.
+        Returns: scores_BXS in fp32 or wider, of the cache's `used` positions or more; only their order within
+            a set counts. Undefined from `cache.len_B` on, and for sequences that are not due.
         """
         raise NotImplementedError
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """Scores within a layer, where there is no `table_LG`; asked in every layer of every step.
+        """Score entries within a layer, for selectors without `table_LG`; called in every layer.
 
         Args:
-            layer: which.
-            q_BHTD: queries of the step's rows, root first. Scores must follow from the root's alone, or from
-                earlier steps.
-            k_BGSD: keys in the cache's `used` slots.
-            len_B: committed rows.
+            layer: index of the layer.
+            q_BHTD: queries of the step's tokens, root first. Scores may depend on the root's query and on
+                earlier steps only.
+            k_BGSD: keys at the cache's `used` positions.
+            len_B: committed entries.
 
         Returns: scores_BGS.
         """
         raise NotImplementedError
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """After a step and the cache's commit: `verdict.n_B` nodes were accepted."""
+        """Called after a step and the cache's commit with the `verdict.n_B` accepted nodes."""
 
     def with_budget(self, budget: Budget) -> Self:
-        """The same rule with as many rows, sharing all weights.
+        """The same selector with another budget, sharing all weights.
 
         Raises:
             ConfigError: a share of the prompt; sets have one size.
@@ -111,27 +111,27 @@ class Selector:
         if budget.tokens is None:
             raise ConfigError(
                 f"{self.name} reads sets of one size, and the budget is {budget.ratio} of the prompt; pass a "
-                "number of rows: suite.budgets=[512,1024]"
+                "number of entries: suite.budgets=[512,1024]"
             )
         other = copy.copy(self)
         other.budget, other.cache = replace(self.budget, rows=budget.tokens), None
         return other
 
     def bytes(self) -> int:
-        """Bytes of state held beside the cache."""
+        """Bytes of state beside the cache."""
         return 0
 
     def tensors(self) -> tuple[Tensor, ...] | None:
-        """Its state, where steps update it in place and ask the host nothing; else None (`roles.Draft`)."""
+        """State tensors if steps update them in place and without host reads, else None (`roles.Draft`)."""
         return None
 
 
 def choose(selector: Selector, root_B: Tensor) -> None:
-    """Before each step of the target, and as early as the root is known."""
+    """Select the entries of the coming step; called as soon as the root is known."""
     assert selector.cache is not None, "start() comes first"
     selector.cache.choose(None if selector.table_LG is None else selector.ahead(root_B))
 
 
 def new_selected_cache(target: Target, batch: int, max_tokens: int, max_nodes: int) -> SelectedCache:
-    """An empty cache that reads chosen rows, called as `Target.new_cache` is."""
+    """An empty cache that reads selected entries; same arguments as `Target.new_cache`."""
     return SelectedCache(target.new_cache(batch, max_tokens, max_nodes))

@@ -1,1 +1,1 @@
-"""The harness of `longtrain eval`: planned, resumable, sharded, and pinned to its protocol."""
+"""The harness of `longtrain eval`: deterministic batches, resumable, in parts, with a hashed protocol."""

@@ -1,4 +1,4 @@
-"""Is drafted text that of the same cache without the draft? Token for token, or but for rounding.
+"""Checks that drafted sequences equal the same cache's sequences without a draft, exactly or up to rounding.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.figures.outcomes import Parting
-from longtrain.evaluation.harness.answers import Told, sequence_id
+from longtrain.evaluation.harness.answers import TakesAnswers, sequence_id
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, noise_of, spacing
-from longtrain.evaluation.records import Record
+from longtrain.evaluation.records import Parting, Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
 from longtrain.log import get_logger
@@ -34,27 +33,28 @@ log = get_logger(__name__)
 Json = dict[str, Any]
 
 ROUNDING = 2.0
-"""Multiple of the noise up to which a token's distance from the best logit is rounding.
+"""A token's distance from the best logit counts as rounding up to this multiple of the measured noise.
 
-The token was chosen because noise exceeded that distance, and the largest of some hundred was measured.
+More than 1, because the noise is the largest of some hundred measurements and can be exceeded by chance.
 """
 WRONG = 4.0
-"""Multiple of the noise from which on a difference is an error, not a warning."""
+"""A difference of this multiple of the noise or more is an error instead of a warning."""
 WINDOW, BEFORE = 32, 8
-"""Tokens of a differing text that are read again, and how many of them lie before the first that differs."""
+"""Tokens of a differing sequence that are recomputed, and how many of them precede the first difference."""
 MEASURED = 8
-"""Differing texts of a task whose noise is measured, so that the time it takes is bounded."""
+"""Differing sequences per task whose noise is measured, which bounds the time this takes."""
 
 
 @dataclass(frozen=True)
 class Reread:
-    """What reading a differing text again says.
+    """The result of recomputing a differing sequence in one pass.
 
     Args:
-        gap: the most that a token of it lies below the best logit of its position; infinite where one text
-            goes on and the other is over.
-        noise: what other steps change at most, the spacing of the dtype at least; None: not measured.
-        positions: tokens over which the noise was measured.
+        gap: the largest distance of a token's logit below the best logit of its position; infinite if one
+            sequence continues where the other ended.
+        noise: the largest change by another division into steps, at least the dtype's spacing; None: not
+            measured.
+        positions: number of tokens over which the noise was measured.
     """
 
     gap: float
@@ -64,17 +64,17 @@ class Reread:
 
 @dataclass(frozen=True)
 class LosslessCheck:
-    """Compares the texts of a run's drafts with plain decoding.
+    """Compares the sequences of a run's drafts with plain decoding.
 
-    Where a text differs, the target reads it once more in one pass. Every token was some step's best, so it
-    lies below the best logit of this pass by no more than rounding moves logits. How far that is, is measured
-    on the same text (`harness.rounding`), and only where texts differ.
+    If a sequence differs, the target recomputes it in one pass. Every token was the best of some step, so it
+    lies below the best logit of this pass by no more than rounding moves logits. That noise is measured
+    on the same sequence (`harness.rounding`), and only if sequences differ.
 
     Args:
-        target: the frozen model; recomputes the logits where texts part.
-        suite: that ran.
-        systems: that ran.
-        sampling: of the run.
+        target: the frozen model; recomputes the logits around the first difference.
+        suite: the suite that ran.
+        systems: the systems that ran.
+        sampling: the run's sampling settings.
     """
 
     target: Target
@@ -85,17 +85,17 @@ class LosslessCheck:
     def judge(
         self, system: System, name: str, drafted: Sequence[Record], partings: Sequence[Parting]
     ) -> tuple[Json, list[Json]] | None:
-        """What differences in a task are worth, and what is known of each; None where nothing is generated.
+        """Classify the differing sequences of a task, with metrics of each; None if nothing is generated.
 
-        On a CPU with 32 bits or more every difference is a violation. Elsewhere it is one where a gap exceeds
-        `ROUNDING` times the noise measured on these texts, and wrong from `WRONG` times on. Sampled texts are
-        counted and no more.
+        On a CPU with 32 bits or more every difference is a violation. Elsewhere a difference is a violation
+        if its gap exceeds `ROUNDING` times the noise measured on these sequences, and an error from `WRONG`
+        times on. Sampled sequences are only counted.
 
         Args:
-            system: that drafted.
-            name: of the task.
-            drafted: its records that have a record of the system without the draft beside them.
-            partings: where texts of theirs first leave those of the other record.
+            system: the system that drafted.
+            name: the task's name.
+            drafted: its records for examples that were also run without the draft.
+            partings: the first differing positions of these records.
         """
         task = next(one for one in self.suite.tasks if one.name == name)
         if not isinstance(task, Task):
@@ -103,7 +103,7 @@ class LosslessCheck:
         there = {record.example for record in drafted}
         examples = {one.id: one for one in task.examples() if one.id in there}
         strict = is_strict(self.target)
-        judged = strict or all(self._sampling(task, one).greedy for one in examples.values())
+        judged = strict or task.sampling(self.sampling).greedy
         if partings and judged:
             what = f"{system.name} in task {task.name}"
             log.info("reading differing texts of %s again: texts=%d of=%d", what, len(partings), len(drafted))
@@ -116,7 +116,7 @@ class LosslessCheck:
         noises = [one.noise for one in read if one.noise is not None]
         noise = max(noises, default=0.0)
         known = [one.gap for one in read if one.gap < math.inf]
-        said = {
+        summary = {
             "violations": judged * sum(strict or not one.gap <= ROUNDING * noise for one in read),
             "wrong": judged * sum(strict or not one.gap <= WRONG * noise for one in read),
             "judged": judged,
@@ -130,13 +130,13 @@ class LosslessCheck:
             if noises
             else None,
         }
-        return said, [_figures(one.gap, noise) for one in read]
+        return summary, [_metrics(one.gap, noise) for one in read]
 
     def notes(self, found: Json) -> list[str]:
-        """What is to be said of texts that were compared with nothing, or differ beyond rounding.
+        """Notes on sequences that were not compared, or that differ beyond rounding.
 
         Args:
-            found: of `results.assemble`.
+            found: the output of `results.assemble`.
         """
         names, notes = {system.name for system in self.systems}, []
         for system in self.systems:
@@ -153,18 +153,14 @@ class LosslessCheck:
             if exact["violations"]
         ]
 
-    def _sampling(self, task: Task, example: Example) -> Sampling:
-        heat = task.temperature(example)
-        return self.sampling if heat is None else replace(self.sampling, temperature=heat)
-
     def _reread(
         self, system: System, task: Task, example: Example, parting: Parting, *, measures: bool
     ) -> Reread:
-        """Read the drafted text again around the first token that differs."""
+        """Recompute the drafted sequence around the first token that differs."""
         turn, at = parting.turn - 1, parting.position
         sides = (parting.first, parting.second)
         if any(turn >= len(record.turns) or at >= len(record.turns[turn].tokens) for record in sides):
-            return Reread(math.inf)  # one text goes on where the other is over
+            return Reread(math.inf)  # one sequence continues where the other has ended
         tokens, other = parting.first.turns[turn].tokens, parting.second.turns[turn].tokens[at]
         first = max(0, at - BEFORE)
         passage = self._passage(system, task, example, tokens[: first + WINDOW])
@@ -181,14 +177,14 @@ class LosslessCheck:
         return Reread(gap, max(noise, least), len(logits_TV))
 
     def _passage(self, system: System, task: Task, example: Example, tokens: Sequence[int]) -> Passage:
-        """A text behind its prompt; one that is short is followed by the prompt's end once more.
+        """A sequence behind its prompt; a short one is followed by a copy of the prompt's end.
 
-        What comes after a text changes nothing of its own logits, and gives the noise more positions.
+        Tokens after a sequence do not change its own logits, and give the noise measurement more positions.
         """
         tokenizer, info = self.target.require_tokenizer(), self.target.info
         prompt = task.encode(example, tokenizer, max_tokens=prompt_room(task, self.target))
         evictor = system.parts.evictor
-        if isinstance(evictor, Told):
+        if isinstance(evictor, TakesAnswers):
             evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])
         room = info.max_positions - len(prompt.ids) - len(prompt.after) - len(tokens)
         more = max(0, min(WINDOW - len(tokens), room))
@@ -203,18 +199,18 @@ class LosslessCheck:
 
 
 def is_strict(target: Target) -> bool:
-    """Whether the same text must come out to the last token: on a CPU with 32 or 64 bits."""
+    """True if sequences must be identical: on a CPU with 32 or 64 bits."""
     return target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64)
 
 
 def gap_of(logits_TV: Tensor, tokens: Sequence[int], *, barred: Sequence[int] = (), bars: int = 0) -> float:
-    """The most that one of the tokens lies below the best logit of its position.
+    """The largest distance of a token's logit below the best logit of its position.
 
     Args:
-        logits_TV: what each token is chosen by, at least as many as there are tokens.
+        logits_TV: the logits that each token is chosen from, at least one row per token.
         tokens: token ids.
         barred: ids that are impossible among the first tokens (`min_new_tokens`).
-        bars: how many first tokens that are.
+        bars: the number of first tokens for which `barred` ids are impossible.
     """
     logits_TV = logits_TV[: len(tokens)].clone()
     logits_TV[: max(bars, 0), list(barred)] = -torch.inf
@@ -223,18 +219,18 @@ def gap_of(logits_TV: Tensor, tokens: Sequence[int], *, barred: Sequence[int] = 
 
 
 def enforce(found: Json) -> None:
-    """Refuse drafts whose texts are wrong, and warn of differences beyond rounding.
+    """Refuse drafts whose sequences are wrong, and warn of differences beyond rounding.
 
     Args:
-        found: of `results.assemble`, with what a `LosslessCheck` says.
+        found: the output of `results.assemble`, with the verdicts of a `LosslessCheck`.
 
     Raises:
-        LongtrainError: a difference that no rounding explains, after everything else is told.
+        LongtrainError: a difference that rounding does not explain, after all other warnings were logged.
     """
     wrong = []
     for name, task, exact in _compared(found):
         if not exact["violations"]:
-            continue  # the table says how many texts differ within rounding
+            continue  # the table shows how many sequences differ within rounding
         first = exact["first"][0]
         message = (
             f"output of {name} in task {task} differs from decoding without the draft: {_in_words(exact)}; "
@@ -249,19 +245,21 @@ def enforce(found: Json) -> None:
 
 
 def _compared(found: Json) -> list[tuple[str, str, Json]]:
-    """Names of system and task, and what was compared in it."""
+    """Yield (system, task, comparison) for every compared task."""
     every = [(system["name"], task) for system in found["systems"] for task in system["tasks"]]
     return [(name, task["task"], task["exactness"]) for name, task in every if task["exactness"]]
 
 
-def _figures(gap: float, noise: float) -> Json:
-    """What is kept of a differing text; infinity is no number of JSON's."""
+def _metrics(gap: float, noise: float) -> Json:
+    """The recorded metrics of a differing sequence; infinity becomes null, since JSON has none."""
     known = gap < math.inf
     return {"gap": gap if known else None, "multiple": gap / noise if known and noise else None}
 
 
 def _in_words(exact: Json) -> str:
-    """How many texts differ, and how many of them more than this target's rounding explains."""
-    said = f"{exact['different']} of {exact['compared']} texts, {exact['violations']} of them beyond rounding"
+    """A sentence on how many sequences differ, and how many of them rounding does not explain."""
+    sentence = (
+        f"{exact['different']} of {exact['compared']} texts, {exact['violations']} of them beyond rounding"
+    )
     noise = exact.get("noise")
-    return f"{said} (logits move by up to {noise['largest']:.2g})" if noise else said
+    return f"{sentence} (logits move by up to {noise['largest']:.2g})" if noise else sentence

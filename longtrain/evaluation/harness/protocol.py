@@ -1,4 +1,4 @@
-"""The pinned protocol: everything that prompts, decoding and scores follow from, and its hash."""
+"""The protocol of an evaluation: all settings that determine prompts, decoding and scores, and their hash."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 VERSION = 1
-"""Version of what is hashed: it grows where the harness changes what a target is given or how it decodes."""
+"""Version of the hashed settings; increased when the harness changes prompts or decoding."""
 SLACK = 16
-"""Tokens that a prompt cut in the middle may grow by when its text is tokenised anew."""
+"""Tokens by which a prompt that was cut in the middle may exceed its limit after it is tokenised again."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What two results must share to be compared: not the weights, the systems or the batches.
+    """The settings that two results must share to be comparable; weights and systems may differ.
 
     Args:
         settings: JSON values.
@@ -45,14 +45,14 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
     """The protocol of a suite on a target.
 
     Args:
-        suite: with all its examples.
-        target: whose tokenizer, chat template and window make the prompts.
-        sampling: of the run; tasks may set the temperature of their own examples.
+        suite: the suite with all its examples.
+        target: its tokenizer, chat template and context window determine the prompts.
+        sampling: the run's settings; a task may have its own temperature.
 
     Raises:
         ConfigError: a task's answers do not fit the target's window.
     """
-    from longtrain.data.rows.prepare import tokenizer_hash
+    from longtrain.data.packing.prepare import tokenizer_hash
 
     template = getattr(target.tokenizer, "chat_template", None)
     tasks: Json = {}
@@ -63,7 +63,7 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
     settings = {
         "version": VERSION,
         "suite": suite.name,
-        "suite_settings": suite.settings,
+        "suite_settings": {},  # kept in the hash, so that it equals that of results recorded earlier
         "tokenizer": tokenizer_hash(target.tokenizer)[:16] if target.tokenizer else None,
         "chat_template": json_hash(template) if template else None,
         "rendered_chat": _rendered(target.tokenizer) if target.tokenizer and template else None,
@@ -80,13 +80,13 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
 
 
 def prompt_room(task: Task, target: Target) -> int:
-    """Most tokens of the text of a task's prompt.
+    """The maximum number of tokens of the text of a task's prompt.
 
     `task.max_prompt_tokens`, or what the target's window leaves after the answer, the chat
     template and a little slack.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no room is left.
     """
     if task.max_prompt_tokens is not None:
         return task.max_prompt_tokens
@@ -102,21 +102,22 @@ def prompt_room(task: Task, target: Target) -> int:
 
 
 def json_hash(values: Any) -> str:
-    """16 hex digits of the hash of JSON values, whatever the order of keys."""
+    """16 hex digits of the SHA-256 of JSON values, independent of the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the tokens of a short conversation, with thinking and without.
+    """Hash of the tokens of a short conversation rendered with thinking and without.
 
-    What a template is rendered to follows from the library and from special tokens too.
+    The result also depends on the library's version and on the special tokens, so the template's text alone
+    is not enough.
     """
     probe = [{"role": "user", "content": "Which day is it?"}]
     return json_hash([encode_chat(tokenizer, probe, thinking=thinking) for thinking in (False, True)])
 
 
 def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the chat template around a message."""
+    """The number of tokens that the chat template adds around a message."""
     if not tokenizer.chat_template:
-        return 0  # `encode` refuses the first prompt, saying so
+        return 0  # `encode` refuses the first prompt with the reason
     return len(encode_chat(tokenizer, [{"role": "user", "content": ""}]))

@@ -1,6 +1,6 @@
-"""Recorded full-cache scores: where a run's are others, something was lost, a chat template say.
+"""Recorded scores of the full cache: a run whose score differs has an error, such as a missing chat template.
 
-Two files hold them: `results/baselines.json` among the recipes that ship, and `baselines.json` in `home`.
+They are in two files: `results/baselines.json` of the recipes that ship, and `baselines.json` in `home`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import DataError, LongtrainError
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.harness.ledger import first_difference
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
+from longtrain.evaluation.harness.results_journal import first_difference
 from longtrain.evaluation.suite import AGREEMENT, Scale, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import as_json, lock, read_json, write_files
@@ -26,16 +26,16 @@ log = get_logger(__name__)
 Json = dict[str, Any]
 FILE = "baselines.json"
 FIELDS = ("suite", "weights_hash", "rows", "protocol", "score", "low", "high", "source")
-HOW = "suite.check_baseline=false runs on regardless, and the result says so"
+HOW = "suite.check_baseline=false runs all the same, and the result has a note"
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Scores of the full cache that were recorded.
+    """Recorded scores of the full cache.
 
     Args:
-        entries: as in the files, those of the home first.
-        path: the file in the home, to which `record` adds.
+        entries: the entries of both files, those from `home` first.
+        path: the file in `home`, to which `record` adds.
     """
 
     entries: tuple[Json, ...]
@@ -43,19 +43,19 @@ class Baselines:
 
     @classmethod
     def load(cls, home: Path) -> Baselines:
-        """Read both files, where they are.
+        """Read both files if they exist.
 
         Raises:
-            DataError: one is damaged.
+            DataError: a file is damaged.
         """
         own, shipped = home / FILE, asset_dir("recipes") / "results" / FILE
         return cls((*_read(own), *_read(shipped)), own)
 
     def find(self, suite: Suite, weights_hash: str, protocol: Protocol) -> Json | None:
-        """What is recorded for these weights and examples under this protocol; None: nothing.
+        """The recorded entry for these weights, examples and protocol; None if there is none.
 
         Raises:
-            LongtrainError: only other protocols are recorded.
+            LongtrainError: only scores with other protocols are recorded.
         """
         rows = rows_of(suite, protocol)
         known = [
@@ -76,13 +76,13 @@ class Baselines:
         )
 
     def record(self, suite: Suite, weights_hash: str, protocol: Protocol, average: Json) -> Json:
-        """Add a score to the home's file, in place of an older one of the same protocol.
+        """Add a score to the file in `home`, replacing an older one of the same protocol.
 
         Args:
-            suite: that was run.
-            weights_hash: of the target.
-            protocol: it was run with.
-            average: `value`, `low` and `high` of the full cache.
+            suite: the suite that was run.
+            weights_hash: hash of the target's weights.
+            protocol: the protocol of the run.
+            average: `value`, `low` and `high` of the full cache's score.
         """
         entry = {
             "suite": suite.name,
@@ -101,13 +101,13 @@ class Baselines:
 
 
 def rows_of(suite: Suite, protocol: Protocol) -> str:
-    """Hash of a suite's examples, whatever is asked about them."""
+    """Hash of a suite's examples, independent of how they are prompted."""
     tasks = protocol.settings["tasks"]
     return json_hash({task.name: tasks[task.name].get("rows_sha256") for task in suite.tasks})
 
 
 def exempt(suite: Suite) -> str:
-    """Why no score of a suite's full cache says anything; empty where one does."""
+    """The reason why a suite has no full-cache score to compare, or an empty string if it has one."""
     if suite.scale.name == ACCEPTANCE:
         return "plain decoding gives one token a forward whatever the target, so there is nothing to compare"
     if suite.scale.name == AGREEMENT:
@@ -118,18 +118,18 @@ def exempt(suite: Suite) -> str:
 
 
 def compare(suite: Suite, entry: Json, measured: float) -> Json:
-    """How a score of the full cache compares with what is recorded.
+    """Compare a score of the full cache with the recorded one.
 
-    The same examples decoded greedily give the same texts but for rounding, so a point is allowed. Only where
-    texts are sampled is it half the recorded interval, if that is more.
+    The same examples decoded greedily give the same answers up to rounding, so a point is allowed. If answers
+    are sampled, half the recorded interval is allowed if that is more.
 
     Returns: `status` equal, `recorded`, `measured`, `tolerance`, `source`.
 
     Raises:
-        LongtrainError: it is off by more.
+        LongtrainError: the difference exceeds the tolerance.
     """
     tolerance = _point(suite.scale, entry["score"])
-    if _sampled(suite, entry["protocol"]) and entry["low"] is not None:  # one example has no interval
+    if _sampled(suite, entry["protocol"]) and entry["low"] is not None:  # a single example has no interval
         tolerance = max(tolerance, (entry["high"] - entry["low"]) / 2)
     verdict = {
         "status": "equal",
@@ -148,12 +148,14 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
 
 
 def unchecked(status: str, measured: float | None = None, reason: str = "") -> Json:
-    """The verdict where nothing was compared: `none` recorded, `off`, `no_score`, or just `recorded`."""
+    """The verdict if nothing was compared: status `none` (not recorded), `off`, `no_score`, or `recorded`
+    (just now).
+    """
     return {"status": status, "measured": measured, **({"reason": reason} if reason else {})}
 
 
-def tell(suite: Suite, verdict: Json) -> None:
-    """One log line about a verdict."""
+def log_verdict(suite: Suite, verdict: Json) -> None:
+    """Log one line about a verdict."""
     if verdict["status"] == "none":
         log.info(
             "baseline=none suite=%s full_cache=%.2f (suite.record=true records it for later runs)",
@@ -165,25 +167,21 @@ def tell(suite: Suite, verdict: Json) -> None:
 
 
 def average_of(results: Json) -> Json | None:
-    """`value`, `low`, `high` of the full cache in assembled results; None where it has no score."""
+    """`value`, `low`, `high` of the full cache in assembled results; None if it has no score."""
     full = next(system for system in results["systems"] if system["name"] == FULL_CACHE.name)
     average = full["average"]
     return average if average and average.get("value") is not None else None
 
 
 def _sampled(suite: Suite, protocol: Json) -> bool:
-    """Whether any answer is drawn; the protocol's temperature holds where a task sets none."""
+    """True if any answer is sampled; the protocol's temperature applies to tasks that set none."""
     default = protocol["decoding"]["temperature"]
-    for task in suite.tasks:
-        if isinstance(task, Task):
-            own = (task.temperature(example) for example in task.examples())
-            if any((default if heat is None else heat) > 0 for heat in own):
-                return True
-    return False
+    own = [task.temperature for task in suite.tasks if isinstance(task, Task)]
+    return any((default if temperature is None else temperature) > 0 for temperature in own)
 
 
 def _point(scale: Scale, recorded: float) -> float:
-    """One hundredth of the scale, or of the recorded figure where the scale has no end."""
+    """One hundredth of the scale's maximum, or of the recorded score if the scale has no maximum."""
     return (scale.maximum if scale.maximum is not None else abs(recorded)) / 100
 
 

@@ -1,8 +1,8 @@
-"""How far rounding alone moves a target's logits: one text, read in passes of different numbers of tokens.
+"""Measures rounding noise in a target's logits: one sequence, computed in steps of different lengths.
 
-A matrix product over many rows adds up in another order than one over a single row, and in 16 bits the sums
-then round to other numbers. What that does to the difference between two logits depends on the weights and on
-the text, so it is measured on both.
+A matrix product over many tokens sums in another order than one over a single token, and in 16 bits the sums
+then round differently. The effect on the difference between two logits depends on the weights and on
+the sequence, so it is measured for both.
 
 Shapes: T tokens, V vocabulary, C candidates.
 """
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.decoding.appended import given_step, rows_of_next_step
+from longtrain.decoding.appended import given_step, tokens_of_next_step
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 CANDIDATES = 4
-"""Best tokens of each position whose distances from each other are compared."""
+"""Number of best tokens at each position whose logit differences are compared."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Passage:
     Args:
         prompt: token ids.
         tokens: the ids that follow, at least one.
-        after: ids between prompt and tokens that are read after eviction.
-        first: the first of `tokens` whose logits are looked at.
-        max_new_tokens: of the answer; some evictors keep room for it.
-        sequence_id: what random coins know the prompt by; None: nothing.
+        after: ids between prompt and tokens that enter the cache after eviction.
+        first: index of the first of `tokens` whose logits are compared.
+        max_new_tokens: the answer's limit; some evictors reserve room for it.
+        sequence_id: key of the prompt's random numbers; None: none are drawn.
     """
 
     prompt: Sequence[int]
@@ -53,17 +53,18 @@ class Passage:
 
 @torch.no_grad()
 def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
-    """The logits that each token from `first` on is chosen by, [T, V], in as few passes as the cache allows.
+    """The logits that each token from `first` on is chosen from, [T, V], in as few passes as the cache
+    allows.
 
-    On a plain cache that is one pass over prompt and tokens, which runs nothing of what decoding steps run:
-    neither a fault of single steps nor one of steps of several tokens can be in it.
+    On a plain cache this is one pass over prompt and tokens, which shares no code path with decoding steps:
+    an error in single-token or multi-token steps cannot affect it.
 
     Args:
         target: the frozen model.
-        parts: evictor, cache and selector; a draft has no part in this.
-        passage: what is read.
+        parts: evictor, cache and selector; a draft is ignored.
+        passage: the sequence to compute.
 
-    Returns: numbers as decoding computes them, in fp32 or wider.
+    Returns: logits as decoding computes them, in fp32 or wider.
     """
     if not (parts.cache is None and parts.evictor is None and parts.selector is None):
         return logits_in_steps(target, parts, passage, rows=len(passage.tokens) - passage.first)
@@ -75,15 +76,16 @@ def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
 
 @torch.no_grad()
 def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int) -> Tensor:
-    """The same logits, read in steps of `rows` tokens behind the prompt, or fewer where the cache wants it.
+    """The same logits, computed in steps of `rows` tokens after the prompt, or fewer if the cache requires
+    it.
 
-    Prompts are read and evicted as in decoding. Tokens before `first` are read in as few steps as possible.
+    Prompts are prefilled and evicted as in decoding. Tokens before `first` take as few steps as possible.
 
     Args:
         target: the frozen model.
-        parts: evictor, cache and selector; a draft has no part in this.
-        passage: what is read.
-        rows: tokens of a step; 1 reads as plain decoding does.
+        parts: evictor, cache and selector; a draft is ignored.
+        passage: the sequence to compute.
+        rows: tokens per step; 1 computes as plain decoding does.
     """
     tokens, selector = passage.tokens, parts.selector
     read = prefill(
@@ -104,35 +106,37 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
     while done < len(tokens) - 1:
         before = passage.first - 1 - done
         left = before if before > 0 else min(rows, len(tokens) - 1 - done)
-        (count,) = rows_of_next_step(read.cache, [left])
+        (count,) = tokens_of_next_step(read.cache, [left])
         ids_BT = torch.tensor([list(tokens[done : done + count])], device=target.device)
         pos_BT = read.cache.len_B[:, None] + torch.arange(count, device=target.device)
-        want = Want(logits="none" if before > 0 else "all")
-        step = given_step(target, read.cache, Rows(pos_BT, ids_BT), want=want, selector=selector)
+        outputs = OutputRequest(logits="none" if before > 0 else "all")
+        step = given_step(target, read.cache, TokenBatch(pos_BT, ids_BT), outputs=outputs, selector=selector)
         found += [] if step.logits_BTV is None else [step.logits_BTV[0]]
         done += count
     return _wide(torch.cat(found))
 
 
 def noise_of(target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor, *, rows: int) -> float:
-    """The most that reading a text in other steps changes the difference of two of its best logits.
+    """The largest change of the difference between two of the best logits by computing in other steps.
 
-    Both ways of decoding, token by token and in steps of `rows`, are compared with the text read at once, and
-    the smaller of the two changes counts: a fault of one way then does not pass for rounding.
+    Both ways of decoding, token by token and in steps of `rows`, are compared with the single pass, and
+    the smaller of the two changes counts, so that an error in one of them does not pass for rounding.
 
     Args:
         target: the frozen model.
         parts: evictor, cache and selector.
-        passage: what is read.
-        at_once_TV: `logits_at_once` of it.
-        rows: tokens of a step of the draft that is judged.
+        passage: the sequence to compute.
+        at_once_TV: `logits_at_once` of the passage.
+        rows: tokens per verification step of the draft under test.
     """
     steps = (1, max(rows, 2))
     return min(change(at_once_TV, logits_in_steps(target, parts, passage, rows=n)) for n in steps)
 
 
 def change(one_TV: Tensor, other_TV: Tensor) -> float:
-    """The largest change of the best logit's distance from the next ones, those of the first."""
+    """The largest change in the gap between the best logit and the next ones, candidates taken from the
+    first.
+    """
     best_TC = one_TV.topk(min(CANDIDATES, one_TV.shape[1])).indices
     one_TC, other_TC = one_TV.gather(1, best_TC), other_TV.gather(1, best_TC)
     moved_TC = (one_TC[:, :1] - one_TC) - (other_TC[:, :1] - other_TC)
@@ -140,7 +144,7 @@ def change(one_TV: Tensor, other_TV: Tensor) -> float:
 
 
 def spacing(logit: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of a dtype at a logit."""
+    """The distance between neighbouring floating-point numbers of a dtype at a logit's value."""
     return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(max(abs(logit), 1e-30)))
 
 

@@ -1,4 +1,6 @@
-"""Runs units of systems: each is kept in the ledger as it comes, in parts where memory runs out."""
+"""Runs units with systems: each result goes to the journal as it is finished; batches are split if memory
+runs out.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness.answers import Answerer
-from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.plan import Place, Unit, remaining
 from longtrain.evaluation.harness.protocol import Protocol
+from longtrain.evaluation.harness.results_journal import ResultsJournal
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance
 from longtrain.evaluation.task import Measured
@@ -31,7 +33,7 @@ Json = dict[str, Any]
 
 
 class StoppedError(LongtrainError):
-    """The run was asked to end; what is done is kept."""
+    """The run was asked to stop; finished units are in the journal."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ class Runner:
 
     Args:
         target: the frozen model.
-        sampling: of the run; tasks may set the temperature of their own examples.
-        advance: told of examples done.
-        stopping: asked before every unit whether to leave.
+        sampling: the run's settings; a task may have its own temperature.
+        advance: called with the number of examples done.
+        stopping: called before every unit; True stops the run.
     """
 
     target: Target
@@ -50,43 +52,35 @@ class Runner:
     advance: Advance = lambda what, done: None
     stopping: Callable[[], bool] = lambda: False
 
-    def run(self, group: Sequence[tuple[System, Ledger]], units: Sequence[Unit]) -> None:
-        """Run what the ledgers do not hold yet, every system of the group on a unit before the next unit.
+    def run(self, group: Sequence[tuple[System, ResultsJournal]], units: Sequence[Unit]) -> None:
+        """Run the units that are not in the journals yet, every system of the group on a unit before the next
+        unit.
 
         A batch that does not fit into memory is halved, and so are the later ones of that system; an example
-        that does not fit alone becomes a record that says so.
+        that does not fit alone gets a record with the failure.
 
         Raises:
-            StoppedError: `stopping` says so; the unit at hand is finished and kept.
-            LongtrainError: whatever a task or a system runs into.
+            StoppedError: `stopping` returned True; the current unit is finished and recorded.
+            LongtrainError: an error of a task or a system.
         """
         answerer = Answerer(self.target, self.sampling, [system for system, _ in group])
-        done = {system.name: places_of(ledger) for system, ledger in group}
-        sizes = {system.name: halved_to(ledger) for system, ledger in group}
+        done = {system.name: places_of(journal) for system, journal in group}
+        sizes = {system.name: halved_to(journal) for system, journal in group}
         for unit in units:
-            known: dict[str, Any] = {}
-            for system, ledger in group:
+            for system, journal in group:
                 for left in remaining([unit], done[system.name]) if unit.task.serves(system) else ():
                     if self.stopping():
-                        raise StoppedError("stopped as asked; what is done is kept")
-                    size = self._halved(answerer, system, left, ledger, known=known, size=sizes[system.name])
+                        raise StoppedError("stopped as asked; finished examples are kept")
+                    size = self._halved(answerer, system, left, journal, size=sizes[system.name])
                     sizes[system.name] = size
 
-    def unit(
-        self,
-        system: System,
-        unit: Unit,
-        *,
-        answerer: Answerer | None = None,
-        known: dict[str, Any] | None = None,
-    ) -> Json:
-        """Records and times of one unit, as JSON values.
+    def unit(self, system: System, unit: Unit, *, answerer: Answerer | None = None) -> Json:
+        """Run one unit; returns its records and times as JSON values.
 
         Args:
-            system: the one that is run.
+            system: the system to run.
             unit: examples that fit into memory together.
-            answerer: of the system's group; None: one for this call alone.
-            known: what the full cache gave for the unit's examples (`Measured.measure_against_full`).
+            answerer: the answerer of the system's group; None: a temporary one.
         """
         answerer = answerer or Answerer(self.target, self.sampling, [system])
         started = time.perf_counter()
@@ -95,7 +89,7 @@ class Runner:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.target.device)
         if isinstance(unit.task, Measured):
-            records = answerer.measured(system, unit.task, unit.examples, {} if known is None else known)
+            records = answerer.measured(system, unit.task, unit.examples)
         else:
             records, times = answerer.generated(system, unit.task, unit)
         if on_gpu:
@@ -105,23 +99,16 @@ class Runner:
         return {"records": [record.to_json() for record in records], "times": times}
 
     def _halved(
-        self,
-        answerer: Answerer,
-        system: System,
-        unit: Unit,
-        ledger: Ledger,
-        *,
-        known: dict[str, Any],
-        size: int | None,
+        self, answerer: Answerer, system: System, unit: Unit, journal: ResultsJournal, *, size: int | None
     ) -> int | None:
-        """Run a unit, in parts of at most `size`; the size that was found to fit, None if all fits."""
+        """Run a unit in parts of at most `size`; returns the size that fits, or None if no limit
+        was needed.
+        """
         what = f"{system.name} · {unit.task.name}"
         waiting = unit.split(size or len(unit.examples))
         while waiting:
             part = waiting.pop(0)
-            if size is not None:
-                known.clear()  # what the whole unit's examples gave is too much to hold beside a part
-            payload = self._tried(answerer, system, part, known)
+            payload = self._tried(answerer, system, part)
             count = len(part.examples)
             if payload is None and count > 1:
                 size = count // 2
@@ -134,16 +121,16 @@ class Runner:
                 payload = {"records": [record.to_json()], "times": {"batch": 1}}
             if size is not None:
                 payload["halved_to"] = size
-            ledger.put(part.key, payload)
+            journal.put(part.key, payload)
             self.advance(what, count)
         return size
 
-    def _tried(self, answerer: Answerer, system: System, unit: Unit, known: dict[str, Any]) -> Json | None:
-        """What a unit gave; None where memory ran out, all that can be freed being freed then."""
+    def _tried(self, answerer: Answerer, system: System, unit: Unit) -> Json | None:
+        """The result of a unit, or None if memory ran out (after freeing what can be freed)."""
         try:
-            return self.unit(system, unit, answerer=answerer, known=known)
+            return self.unit(system, unit, answerer=answerer)
         except torch.OutOfMemoryError:
-            pass  # the error holds the frames, and with them their tensors, until here
+            pass  # the error references the frames and their tensors until here
         answerer.free()
         gc.collect()
         if self.target.device.type == "cuda":
@@ -151,13 +138,13 @@ class Runner:
         return None
 
 
-def halved_to(ledger: Ledger) -> int | None:
-    """The smallest batch that a system's units were cut to where memory ran out; None where it never did."""
-    return min((one["halved_to"] for one in ledger.done.values() if "halved_to" in one), default=None)
+def halved_to(journal: ResultsJournal) -> int | None:
+    """The smallest batch that a system's units were split to when memory ran out, or None if it never did."""
+    return min((one["halved_to"] for one in journal.done.values() if "halved_to" in one), default=None)
 
 
-def ledger_settings(protocol: Protocol, target: Target, system: System) -> Json:
-    """What a system's records follow from; a ledger of other settings is refused."""
+def journal_settings(protocol: Protocol, target: Target, system: System) -> Json:
+    """The settings that determine a system's records; a journal with other settings is refused."""
     return {
         "protocol": protocol.settings,
         "target": target.info.weights_hash,
@@ -166,29 +153,29 @@ def ledger_settings(protocol: Protocol, target: Target, system: System) -> Json:
     }
 
 
-def places_of(ledger: Ledger) -> set[Place]:
-    """Every (task, example) that is done."""
+def places_of(journal: ResultsJournal) -> set[Place]:
+    """(task, example) for every example that is done."""
     return {
         (record["task"], record["example"])
-        for payload in ledger.done.values()
+        for payload in journal.done.values()
         for record in payload["records"]
     }
 
 
-def records_of(ledger: Ledger) -> dict[Place, Record]:
-    """The record of every example that is done; of two, that of the first unit by name."""
+def records_of(journal: ResultsJournal) -> dict[Place, Record]:
+    """The record of every example that is done; of duplicates, the one from the first unit by name."""
     found: dict[Place, Record] = {}
-    for key in sorted(ledger.done):
-        for values in ledger.done[key]["records"]:
+    for key in sorted(journal.done):
+        for values in journal.done[key]["records"]:
             found.setdefault((values["task"], values["example"]), Record.from_json(values))
     return found
 
 
-def times_of(ledger: Ledger) -> list[Json]:
-    """What each task took, all units together: seconds, tokens and tokens a second, the most bytes held."""
+def times_of(journal: ResultsJournal) -> list[Json]:
+    """Costs of each task over all units: seconds, tokens, tokens per second, peak memory."""
     tasks: dict[str, Json] = {}
-    for key in sorted(ledger.done):
-        task, times = key.rpartition(":")[0], ledger.done[key]["times"]
+    for key in sorted(journal.done):
+        task, times = key.rpartition(":")[0], journal.done[key]["times"]
         row = tasks.setdefault(task, {"task": task, "units": 0, "examples": 0})
         row["units"] += 1
         row["examples"] += times["batch"]

@@ -1,4 +1,4 @@
-"""One evaluation: its work in parts, and the result, made by whoever finds everything done."""
+"""One evaluation: runs its work in parts; the process that finds all parts done writes the result."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
-from longtrain.evaluation.figures.outcomes import examples
-from longtrain.evaluation.figures.results import assemble, unsolved
-from longtrain.evaluation.figures.statistics import Bootstrap
+from longtrain.evaluation.analysis.results import assemble
+from longtrain.evaluation.analysis.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
-from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.lossless import LosslessCheck, is_strict
-from longtrain.evaluation.harness.plan import Unit, lanes, part_of, places_for, plan
+from longtrain.evaluation.harness.plan import Unit, groups, part_of, places_for, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of
+from longtrain.evaluation.harness.results_journal import ResultsJournal
 from longtrain.evaluation.harness.run import (
     Runner,
     StoppedError,
     halved_to,
-    ledger_settings,
+    journal_settings,
     places_of,
     records_of,
     times_of,
 )
 from longtrain.evaluation.records import Record
+from longtrain.evaluation.reporting.examples import examples
 from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import lock
-from longtrain.journals import unchecked
 from longtrain.log import get_logger
 from longtrain.settings import wrong
 from longtrain.systems import System
@@ -47,12 +46,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Args:
-        results: of `results.assemble`; no times, no paths.
-        examples: one mapping an example, for `examples.jsonl`.
-        timings: what it took.
+        results: the output of `results.assemble`; contains no times or paths.
+        examples: one mapping per example, for `examples.jsonl`.
+        timings: times and peak memory.
     """
 
     results: Json
@@ -62,19 +61,19 @@ class Outcome:
 
 @dataclass
 class Session:
-    """A suite on a target with its systems.
+    """A suite, a target, and the systems to evaluate.
 
     Args:
         target: the frozen model.
-        suite: what is run.
-        systems: the full cache first.
-        sampling: of the run.
-        folder: of the run's files; ledgers are in `ledger` below it.
-        home: whose `baselines.json` holds recorded scores.
-        batch: most examples decoded together.
-        resamples: of the bootstrap.
-        check: whether the full cache's score must be the recorded one.
-        record: whether to record it.
+        suite: the suite to run.
+        systems: the systems, the full cache first.
+        sampling: the run's sampling settings.
+        folder: the folder of the run's files; journals are in `ledger` below it.
+        home: the folder whose `baselines.json` has recorded scores.
+        batch: the maximum number of examples decoded together.
+        resamples: number of bootstrap resamples.
+        check: require that the full cache's score equals the recorded one.
+        record: write the full cache's score to the recorded scores.
     """
 
     target: Target
@@ -91,36 +90,36 @@ class Session:
 
     @cached_property
     def protocol(self) -> Protocol:
-        """What texts and scores follow from, which the result is pinned to."""
+        """The settings that determine answers and scores; their hash is part of the result."""
         return protocol_of(self.suite, self.target, self.sampling)
 
     @cached_property
     def units(self) -> list[Unit]:
-        """The whole work of one system, in order."""
+        """All units of one system, in order."""
         return plan(self.suite, batch=self.batch)
 
     @cached_property
     def baseline(self) -> Json | None:
-        """What is recorded for the full cache; None: nothing, or nothing is asked.
+        """The recorded score of the full cache; None if there is none, or it is not to be checked.
 
         Raises:
-            LongtrainError: it is recorded with another protocol alone.
+            LongtrainError: it is recorded with other protocols only.
         """
         if not self.check or self.record or recorded.exempt(self.suite):
             return None
         weights = self.target.info.weights_hash
         return recorded.Baselines.load(self.home).find(self.suite, weights, self.protocol)
 
-    def ledger(self, system: System, *, shard: int = 0, write: bool = False) -> Ledger:
-        """What is done of a system."""
-        settings = ledger_settings(self.protocol, self.target, system)
-        return Ledger(self.folder / "ledger", system.name, settings, shard=shard, write=write)
+    def journal(self, system: System, *, shard: int = 0, write: bool = False) -> ResultsJournal:
+        """Open the journal of a system's finished units."""
+        settings = journal_settings(self.protocol, self.target, system)
+        return ResultsJournal(self.folder / "ledger", system.name, settings, shard=shard, write=write)
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
-        """Examples of a part over all systems: (all, done)."""
+        """Number of examples of a part over all systems: (all, done)."""
         units = part_of(self.units, shard=shard, shards=shards)
         mine = {system.name: places_for(units, system) for system in self.systems}
-        done = sum(len(mine[system.name] & places_of(self.ledger(system))) for system in self.systems)
+        done = sum(len(mine[system.name] & places_of(self.journal(system))) for system in self.systems)
         return sum(map(len, mine.values())), done
 
     def work(
@@ -131,50 +130,52 @@ class Session:
         advance: Advance = lambda what, done: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Run a part of every system, the full cache first; it is then compared with what is recorded.
+        """Run a part of every system, the full cache first, whose score is then compared with the recorded
+        one.
 
-        With several parts each sees only its own answers, so that comparison is left to `finish`.
+        With several parts each has only its own answers, so `finish` does that comparison.
 
         Raises:
-            StoppedError: `stopping` said so.
-            ConfigError: a part that is not there, or another run writes it.
+            StoppedError: `stopping` returned True.
+            ConfigError: there is no such part, or another run writes it.
             LongtrainError: the full cache's score or protocol is not the recorded one.
         """
         if shards < 1 or not 0 <= shard < shards:
             raise wrong("shard", f"{shard} shards={shards}", "shards from 1, shard from 0 to shards-1")
-        _ = self.baseline  # another protocol is refused before anything is run
+        _ = self.baseline  # refuse another protocol before anything is run
         runner = Runner(self.target, self.sampling, advance, stopping)
         units = part_of(self.units, shard=shard, shards=shards)
-        for group, some in lanes(self.systems, units):
+        for group in groups(self.systems):
             try:
                 with ExitStack() as stack:
-                    ledgers = [
-                        stack.enter_context(self.ledger(system, shard=shard, write=True)) for system in group
+                    journals = [
+                        stack.enter_context(self.journal(system, shard=shard, write=True)) for system in group
                     ]
-                    runner.run(list(zip(group, ledgers, strict=True)), some)
+                    runner.run(list(zip(group, journals, strict=True)), units)
             except StoppedError:
                 total, done = self.counts(shard=shard, shards=shards)
                 raise StoppedError(
                     f"stopped as asked at {group[0].name}, with {total - done} of {total} examples left in "
-                    "this part over all systems; what is done is kept, and the same command goes on from here"
+                    "this part over all systems; finished examples are kept, and the same command "
+                    "continues with the rest"
                 ) from None
             if group[0] is self.systems[0] and not self.missing(self.systems[:1]):
                 self._warn()
                 self._compare()
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
-        """Examples that are not done, by system; empty where all is."""
+        """Number of examples that are not done, by system; empty if everything is done."""
         left = {
-            system.name: len(places_for(self.units, system) - places_of(self.ledger(system)))
+            system.name: len(places_for(self.units, system) - places_of(self.journal(system)))
             for system in systems or self.systems
         }
         return {name: count for name, count in left.items() if count}
 
     def finish(self) -> Outcome:
-        """Figures, examples and times of finished work.
+        """Compute the metrics, examples and times of finished work.
 
         Raises:
-            ConfigError: something is not done yet.
+            ConfigError: an example is not done yet.
             LongtrainError: the full cache's score is not the recorded one.
         """
         if left := self.missing():
@@ -186,7 +187,7 @@ class Session:
         self._compare()
         records = self.records()
         found = self._assemble(self.systems, records)
-        found["notes"] = [*self._unverified_notes(), *self._unchecked_notes(), *found["notes"]]
+        found["notes"] = [*self._unverified_notes(), *found["notes"]]
         found["notes"] += [
             *unsolved(self.suite, found),
             *self._lossless.notes(found),
@@ -197,18 +198,18 @@ class Session:
         return Outcome(found, self._examples(records), self._timings())
 
     def finishing(self) -> AbstractContextManager[bool]:
-        """Whether this process may write the result inside the block; False while another one does."""
+        """A lock: True inside the block if this process may write the result, False if another one does."""
         return lock(self.folder / "ledger" / ".finish.lock")
 
     def _warn(self) -> None:
-        """Say before other systems run that the full cache answers too little for a comparison."""
+        """Warn, before other systems run, if the full cache answers too few examples for a comparison."""
         if self.suite.solvable:
             full = self.systems[:1]
             for note in unsolved(self.suite, self._assemble(full, self.records(full))):
                 log.warning("%s", note)
 
     def _compare(self) -> None:
-        """Set the verdict on the full cache's score."""
+        """Compare the full cache's score with the recorded one and store the verdict."""
         if reason := recorded.exempt(self.suite):
             self.verdict = recorded.unchecked("off", reason=reason)
             return
@@ -231,7 +232,7 @@ class Session:
             verdict = recorded.compare(self.suite, self.baseline, average["value"])
         if verdict != self.verdict:
             self.verdict = verdict
-            recorded.tell(self.suite, verdict)
+            recorded.log_verdict(self.suite, verdict)
 
     def _recorded(self, found: Json) -> Json:
         average = recorded.average_of(found)
@@ -241,50 +242,42 @@ class Session:
             self.suite, self.target.info.weights_hash, self.protocol, average
         )
         verdict = recorded.unchecked("recorded", average["value"])
-        recorded.tell(self.suite, verdict)
+        recorded.log_verdict(self.suite, verdict)
         return verdict
 
     def _unverified_notes(self) -> list[str]:
-        """What is to be said of artifacts that ran although they did not verify."""
+        """Notes on artifacts that were used although they did not verify."""
         used = [one for system in self.systems for one in system.facts.get("artifacts", [])]
         names = dict.fromkeys(one["artifact"] for one in used if one.get("unverified"))
         return [
-            f"UNVERIFIED: {name} did not verify and ran with unverified=true, so its figures may not be "
-            f"those of what was trained; longtrain inspect {name} says more"
+            f"UNVERIFIED: {name} did not verify and ran with unverified=true, so its results may not be "
+            f"those of the trained module; longtrain inspect {name} has details"
             for name in names
         ]
 
-    def _unchecked_notes(self) -> list[str]:
-        """What is to be said of results that were taken from journals without checksums."""
-        return [
-            f"UNCHECKED: {path} was taken as it is: an earlier longtrain wrote it without checksums, and "
-            "nothing shows whether it was edited; remove it to have its examples run again"
-            for path in unchecked(self.folder)
-        ]
-
     def _memory_notes(self, records: Sequence[Record]) -> list[str]:
-        """What is to be said of systems for which memory ran out."""
+        """Notes on systems that ran out of memory."""
         notes = []
         for system in self.systems:
             failed = sum(bool(record.failed) for record in records if record.system == system.name)
             if failed:
                 notes.append(
                     f"memory ran out with {system.name} in {failed} examples, which have no score; to run "
-                    "them again pass name=OTHER, or remove its ledgers"
+                    "them again pass name=OTHER, or remove its journals in the folder ledger"
                 )
-            elif size := halved_to(self.ledger(system)):
+            elif size := halved_to(self.journal(system)):
                 notes.append(
-                    f"memory ran out with {system.name} at a batch of {self.batch}; the least batch "
+                    f"memory ran out with {system.name} at a batch of {self.batch}; the smallest batch "
                     f"was {size}"
                 )
         return notes
 
     def records(self, systems: Sequence[System] | None = None) -> list[Record]:
-        """The records of all examples of the suite that are done, in the suite's order, system by system."""
-        full = records_of(self.ledger(self.systems[0]))
+        """The records of all finished examples, in the suite's order, system by system."""
+        full = records_of(self.journal(self.systems[0]))
         found = []
         for system in systems or self.systems:
-            known = full if system is self.systems[0] else records_of(self.ledger(system))
+            known = full if system is self.systems[0] else records_of(self.journal(system))
             for task in self.suite.tasks:
                 for example in task.examples():
                     record, other = (some.get((task.name, example.id)) for some in (known, full))
@@ -296,7 +289,7 @@ class Session:
     def _assemble(self, systems: Sequence[System], records: Sequence[Record]) -> Json:
         target = self.target
         facts = {
-            "name": Path(target.info.name).name,  # wherever it was loaded from
+            "name": Path(target.info.name).name,  # independent of the path it was loaded from
             "weights_hash": target.info.weights_hash,
             "dtype": str(target.dtype).removeprefix("torch."),
             "strict": is_strict(target),
@@ -329,6 +322,32 @@ class Session:
             "device": str(self.target.device),
             "batch": self.batch,
             "systems": [
-                {"system": system.name, "tasks": times_of(self.ledger(system))} for system in self.systems
+                {"system": system.name, "tasks": times_of(self.journal(system))} for system in self.systems
             ],
         }
+
+
+def unsolved(suite: Suite, results: Json) -> list[str]:
+    """A note for results whose full cache scores below half the maximum, since they cannot separate systems.
+
+    Args:
+        suite: the suite that ran; one that is not `solvable` gets no note.
+        results: the output of `assemble`, the full cache first.
+
+    Returns: at most one note, which names the kinds of questions, or the tasks, that are below half.
+    """
+    full, best = results["systems"][0], results["scale"]["maximum"]
+    if not suite.solvable or full["kind"] != "full" or best is None:
+        return []
+    kinds = [(str(one["value"]), one["score"]) for one in full["facets"] if one["facet"] == "task"]
+    parts = kinds or [(one["task"], one["score"]) for one in full["tasks"]]
+    low = {name: score["value"] for name, score in parts if (score["value"] or 0.0) < best / 2}
+    mean = full["average"]["value"] or 0.0
+    if not low and mean >= best / 2:
+        return []
+    named = ", ".join(f"{name} {value or 0.0:.3g}" for name, value in low.items())
+    where = f" in {named}" if low else ""
+    return [
+        f"the full cache scores below half{where} (average {mean:.3g} of {best:.3g}): what other "
+        "systems score there separates nothing; take shorter lengths, other tasks or another target"
+    ]

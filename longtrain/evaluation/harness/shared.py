@@ -1,4 +1,4 @@
-"""Importance scores that systems which differ in their budget alone share.
+"""Shares importance scores between systems that differ only in their budget.
 
 Shapes: L layers, B batch, G KV heads, S prompt tokens.
 """
@@ -15,14 +15,14 @@ from longtrain.methods.policies.base import Scorer, fits
 
 if TYPE_CHECKING:
     from longtrain.cache.thinning import ThinningCache
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import AttentionHook
 
 
 class BatchScores:
-    """Scores of the prompts that are decoded now, computed by the first evictor that needs them.
+    """Importance scores of the prompts being decoded, computed by the first evictor that needs them.
 
     Args:
-        reuse: whether later evictors take the scores of the first.
+        reuse: let later evictors use the scores of the first.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -34,22 +34,22 @@ class BatchScores:
         self._prompts: Sequence[Sequence[int]] = ()
 
     def expect(self, prompts: Sequence[Sequence[int]], *, wanted: bool = False) -> None:
-        """Say which prompts come next; scores of other prompts are forgotten."""
+        """Announce the next prompts; scores of other prompts are dropped."""
         if prompts != self._prompts:
             self._prompts, self.known, self.s_LBGS = prompts, False, None
         self.wanted = wanted
 
     def put(self, s_LBGS: Tensor | None) -> None:
-        """Keep the scores of the prompts that were said to come."""
+        """Store the scores of the announced prompts."""
         self.known, self.s_LBGS = True, s_LBGS
 
 
 class SharingEvictor:
-    """An evictor that takes a batch's scores where they are known, and leaves them there where they are not.
+    """Wraps an evictor: uses a batch's scores if they are stored, and stores them otherwise.
 
     Args:
         evictor: the policy at one budget.
-        scores: of the batch.
+        scores: the batch's scores.
     """
 
     def __init__(self, evictor: Evictor, scores: BatchScores) -> None:
@@ -60,14 +60,14 @@ class SharingEvictor:
         self.decoding = isinstance(evictor, GoingOn) and evictor.decoding
         """Whether it goes on evicting while the answer is decoded (`GoingOn`)."""
 
-    def extra_rows(self, longest: int) -> int:
+    def extra_tokens(self, longest: int) -> int:
         """See `Evictor`."""
-        return self.evictor.extra_rows(longest)
+        return self.evictor.extra_tokens(longest)
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """See `Evictor`; there is nothing to see where the scores are known."""
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        """See `Evictor`; no hook is needed if the scores are stored."""
         known = self.reuses and self.scores.known and not self.decoding
-        return None if known else self.evictor.watch(lengths)
+        return None if known else self.evictor.hook(lengths)
 
     def thinning(self, run: PromptRun, keep: Keep, *, nodes: int) -> ThinningCache:
         """See `GoingOn`."""

@@ -1,4 +1,4 @@
-"""Tokens a second with a draft and without one: the same engine, prompts and process, one after the other."""
+"""Times decoding with a draft and without one: the same engine, prompts and process, one after the other."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class TimedBatch:
     """Prompts that are timed together.
 
     Args:
-        prompts: as they are given to the engine.
-        request: of each.
-        sequence_ids: what random coins know them by.
+        prompts: the encoded prompts given to the engine.
+        request: the decoding request of each prompt.
+        sequence_ids: keys of the prompts' random numbers.
     """
 
     prompts: list[Encoded]
@@ -46,17 +46,17 @@ class TimedBatch:
 
 @dataclass(frozen=True)
 class SpeedTest:
-    """Times the systems of a suite on its first prompts, in turn on each batch.
+    """Times the systems of a suite on its first prompts, alternating between systems on each batch.
 
     Args:
         target: the frozen model.
-        systems: the full cache first: it is what the ratios are to.
-        suite: its tasks that generate are timed; where prompts have stated lengths, each length.
-        sampling: of the run.
-        prompts: how many of each task or length are timed, after one short run that is not counted.
-        batch: prompts decoded together.
-        tokens: of each answer, where a task has longer ones; 1 times the first token alone. Each system is
-            then timed at its first budget alone.
+        systems: the systems, the full cache first: ratios are relative to it.
+        suite: its generating tasks are timed; if prompts have stated lengths, each length separately.
+        sampling: the run's sampling settings.
+        prompts: number of timed prompts for each task or length, after one short warm-up run.
+        batch: number of prompts decoded together.
+        tokens: limit for each answer; 1 times the first token only, in which case each system is
+            timed at its first budget only.
     """
 
     target: Target
@@ -75,26 +75,27 @@ class SpeedTest:
 
     @property
     def steps(self) -> int:
-        """How often `rows` tells of a prompt done."""
+        """The number of prompts whose completion `rows` reports."""
         return len(self.timed) * sum(len(some) for _, _, some in self._places())
 
     def rows(self, advance: Advance = lambda what, done: None) -> list[Json]:
-        """Time them.
+        """Time the systems.
 
         Args:
-            advance: told of progress.
+            advance: called with progress.
 
         Returns:
-            One mapping a task or length: `task`, `length` (or None), `prompts`, `batch`, `max_new_tokens` and
-            `figures` by system.
+            One mapping per task or length: `task`, `length` (or None), `prompts`, `batch`, `max_new_tokens`
+                and
+            `metrics` by system.
         """
         found = []
         for task, length, some in self._places():
             batches = list(self._batches(task, some))
             what = task.name if task.name == str(length) or length is None else f"{task.name} @ {length}"
-            figures = self._figures(batches, what, advance)
+            metrics = self._metrics(batches, what, advance)
             about = {"task": task.name, "length": length, "prompts": len(some), "batch": self.batch}
-            found.append({**about, "max_new_tokens": batches[0].request.max_new_tokens, "figures": figures})
+            found.append({**about, "max_new_tokens": batches[0].request.max_new_tokens, "metrics": metrics})
         return found
 
     def _places(self) -> list[tuple[Task, int | None, list[Example]]]:
@@ -111,19 +112,17 @@ class SpeedTest:
         return found
 
     def _batches(self, task: Task, some: Sequence[Example]) -> Iterator[TimedBatch]:
-        """Examples as they are decoded in the suite: those of one temperature together."""
+        """Divide examples into batches, encoded as the suite does."""
         tokenizer, room = self.target.require_tokenizer(), prompt_room(task, self.target)
-        for heat in dict.fromkeys(task.temperature(example) for example in some):
-            alike = [example for example in some if task.temperature(example) == heat]
-            request = DecodingRequest.of(task, self.target, self.sampling, temperature=heat)
-            request = request if self.tokens is None else request.shortened(self.tokens)
-            for first in range(0, len(alike), self.batch):
-                mine = alike[first : first + self.batch]
-                prompts = [task.encode(one, tokenizer, max_tokens=room) for one in mine]
-                yield TimedBatch(prompts, request, tuple(sequence_id((task.name, one.id)) for one in mine))
+        request = DecodingRequest.of(task, self.target, self.sampling)
+        request = request if self.tokens is None else request.shortened(self.tokens)
+        for first in range(0, len(some), self.batch):
+            mine = some[first : first + self.batch]
+            prompts = [task.encode(one, tokenizer, max_tokens=room) for one in mine]
+            yield TimedBatch(prompts, request, tuple(sequence_id((task.name, one.id)) for one in mine))
 
-    def _figures(self, batches: Sequence[TimedBatch], what: str, advance: Advance) -> dict[str, Json]:
-        """Figures by system, after one short run of each that is not counted."""
+    def _metrics(self, batches: Sequence[TimedBatch], what: str, advance: Advance) -> dict[str, Json]:
+        """Metrics by system, after one short warm-up run of each."""
         systems = self.timed
         for system in systems:
             short = replace(batches[0], request=batches[0].request.shortened(WARMUP_TOKENS))
@@ -137,10 +136,10 @@ class SpeedTest:
                 peak[system.name] = max(peak[system.name], held)
                 advance(f"speed of {system.name} @ {what}", len(some.prompts))
         plain = stats[systems[0].name]
-        return {name: _figures(mine, plain, peak=peak[name]) for name, mine in stats.items()}
+        return {name: _metrics(mine, plain, peak=peak[name]) for name, mine in stats.items()}
 
     def _run(self, system: System, some: TimedBatch) -> tuple[Stats, int]:
-        """Stats of one call, and the most device memory held during it."""
+        """Decode one batch; returns its stats and the peak device memory in bytes."""
         device = self.target.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -152,8 +151,8 @@ class SpeedTest:
         return made.stats, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _figures(mine: Sequence[Stats], full: Sequence[Stats], *, peak: int) -> Json:
-    """Figures over all batches, which `full` ran in turn with `mine`; some of them by batch."""
+def _metrics(mine: Sequence[Stats], full: Sequence[Stats], *, peak: int) -> Json:
+    """Metrics over all batches, which `full` ran alternately with `mine`; some of them by batch."""
     one, plain = sum(mine, Stats()), sum(full, Stats())
     ours, theirs = one.end_to_end_tokens_per_s, plain.end_to_end_tokens_per_s
     each = [_over(a.tokens_per_s, b.tokens_per_s) for a, b in zip(mine, full, strict=True)]
@@ -183,5 +182,5 @@ def _known(value: float) -> float | None:
 
 
 def _over(a: float, b: float) -> float | None:
-    """A ratio; None where texts were over at their first token."""
+    """A ratio, or None if sequences ended at their first token."""
     return _known(a / b) if b else None

@@ -1,38 +1,29 @@
-"""`report.html`: one page with its data, scripts and styles inside, which asks the network for nothing.
+"""`report.html` and `compare.html`: self-contained pages with tables, pictures and scripts.
 
-All that comes from outside (outputs, names, settings) travels as JSON that cannot end its element, and
-becomes text nodes in the browser; no part of it is ever read as markup.
+They make no network requests. Untrusted text (outputs, names, settings) is escaped, or is JSON
+that becomes text nodes in the browser; no part of it is parsed as markup.
 """
 
 from __future__ import annotations
 
+import base64
 import html
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from longtrain.errors import ConfigError
+from longtrain.evaluation.reporting.comparisons import compare_report, speed_report
+from longtrain.evaluation.reporting.document import to_html
+from longtrain.evaluation.reporting.tables import report
 
 Json = dict[str, Any]
 
 EXAMPLES_BYTES = 12_000_000
-"""Most bytes of examples inside a page: a browser still opens it at once."""
-RUN_SCRIPTS = ("core.js", "tables.js", "plots.js", "examples.js", "start.js")
-COMPARE_SCRIPTS = ("core.js", "tables.js", "compare.js")
+"""Maximum bytes of examples inside a page, so that browsers open it quickly."""
+SCRIPTS = ("tables.js", "examples.js")
 _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
-
-
-def check_plotly() -> None:
-    """Refuse now what `page` could not do after hours of work.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError("report=html needs plotly; run: pip install 'longtrain[report]'")
 
 
 def page(
@@ -40,35 +31,52 @@ def page(
     examples: Iterable[Json],
     *,
     timings: Json | None = None,
+    pictures: Mapping[str, bytes] | None = None,
     examples_bytes: int = EXAMPLES_BYTES,
 ) -> bytes:
-    """The page of a run.
+    """The HTML page of a run.
 
     Args:
-        results: of `results.assemble`.
-        examples: of `outcomes.examples`; more than fit are thinned out, evenly over the tasks.
-        timings: `{"speed": [...]}` to show, if speed was measured.
-        examples_bytes: most bytes of examples.
-
-    Raises:
-        ConfigError: plotly is not installed.
+        results: the output of `results.assemble`.
+        examples: the output of `examples.examples`; if they do not fit, they are thinned evenly over the
+            tasks.
+        timings: `{"speed": [...]}`, if speed was measured.
+        pictures: file name -> PNG, the output of `pictures.pictures`.
+        examples_bytes: the maximum bytes of examples.
     """
-    check_plotly()
-    from plotly.offline import get_plotlyjs
-
     every = list(examples)
-    shown = thinned(every, examples_bytes)
-    data = {"results": results, "timings": timings, "examples": shown, "examples_total": len(every)}
-    return _filled(f"{results['title']}: {results['target']['name']}", data, [get_plotlyjs()], RUN_SCRIPTS)
+    data = {
+        "scale": results["scale"],
+        "systems": [
+            {key: system[key] for key in ("name", "kind", "family", "budget")}
+            for system in results["systems"]
+        ],
+        "examples": thinned(every, examples_bytes),
+        "examples_total": len(every),
+    }
+    parts = [*report(results), *speed_report(results, timings or {}, title="Speed")]
+    protocol = {key: results[key] for key in ("protocol", "target", "baseline", "bootstrap")}
+    facts = {
+        system["name"]: {"facts": system["facts"], "extra": system["extra"]} for system in results["systems"]
+    }
+    body = [
+        to_html(parts),
+        *(_picture(name, content) for name, content in (pictures or {}).items()),
+        '<section id="examples"></section>',
+        "<h2>Protocol</h2>",
+        _details("Settings that were hashed, target and bootstrap", protocol),
+        _details("Systems as they ran", facts),
+    ]
+    return _filled(f"{results['title']}: {results['target']['name']}", body, data)
 
 
 def compare_page(compared: Json) -> bytes:
-    """The page of a comparison, of `compare.compare`."""
-    return _filled(f"Comparison: {compared['suite']}", {"results": compared}, [], COMPARE_SCRIPTS)
+    """The HTML page of a comparison, the output of `compare.compare`."""
+    return _filled(f"Comparison: {compared['suite']}", [to_html(compare_report(compared))], {"examples": []})
 
 
 def thinned(examples: Sequence[Json], most_bytes: int) -> list[Json]:
-    """As many examples as fit, in their order: the same share of every task, spread over it, at least one."""
+    """As many examples as fit, in order: the same share of every task, evenly spaced, at least one."""
     sizes = [len(as_script(example)) for example in examples]
     total = sum(sizes)
     if total <= most_bytes:
@@ -90,20 +98,30 @@ def thinned(examples: Sequence[Json], most_bytes: int) -> list[Json]:
 
 
 def as_script(value: Any) -> str:
-    """JSON that may stand in a script element: ASCII, without `<`, `>` and `&`."""
+    """JSON that is safe inside a script element: ASCII, without `<`, `>` and `&`."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def _filled(title: str, data: Mapping[str, Any], libraries: Sequence[str], scripts: Sequence[str]) -> bytes:
-    code = [*libraries, *(_asset(name) for name in scripts)]
+def _picture(name: str, content: bytes) -> str:
+    data = base64.b64encode(content).decode()
+    return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
+
+
+def _details(title: str, values: Any) -> str:
+    """JSON values in a collapsible block."""
+    text = html.escape(json.dumps(values, indent=2, ensure_ascii=False))
+    return f"<details><summary>{html.escape(title)}</summary><pre>{text}</pre></details>"
+
+
+def _filled(title: str, body: Sequence[str], data: Json) -> bytes:
     parts = {
         "title": html.escape(title),
         "style": _asset("page.css"),
+        "body": "\n".join(body),
         "data": as_script(data),
-        "scripts": "\n".join(f"<script>{text}</script>" for text in code),
+        "scripts": "\n".join(f"<script>{_asset(name)}</script>" for name in SCRIPTS),
     }
-    template = _asset("page.html")
-    filled = re.sub(r"\[\[(\w+)\]\]", lambda match: parts[match[1]], template)
+    filled = re.sub(r"\[\[(\w+)\]\]", lambda match: parts[match[1]], _asset("page.html"))
     return filled.encode("utf-8", "replace")
 
 

@@ -1,45 +1,43 @@
-"""Pictures of a run for readers of `table.md`: score against budget, acceptance, needle maps, overhead."""
+"""Pictures of a run for readers of `table.md`: score against budget, acceptance, needle maps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.outcomes import POSITION
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.numbers import POSITION
 from longtrain.plots import label, lengths_axis, panels, plain, png, points
 from longtrain.tables import tokens
 
 Json = dict[str, Any]
 Points = list[tuple[Any, Json]]
-"""(place, interval) pairs that have a figure."""
+"""(x, interval) pairs that have a value."""
 
 FEW = 3
-"""Most tasks that have panels of their own beside the average."""
+"""Maximum number of tasks that get their own panels beside the average."""
 MAPS = 12
-"""Most needle maps in one picture: the full cache first, then the systems in their order."""
+"""Maximum number of needle maps in one picture: the full cache first, then the systems in order."""
 
 
-def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
-    """File name -> PNG, for what there is to see; the same bytes for the same figures.
+def pictures(results: Json) -> dict[str, bytes]:
+    """File name -> PNG, for pictures that have data; deterministic for equal results.
 
     Args:
-        results: of `results.assemble`.
-        timings: as they are written.
+        results: the output of `results.assemble`.
     """
     made = {
         "budget.png": _budgets(results),
         "acceptance.png": _acceptance(results),
         "needle.png": _needle(results),
-        "overhead.png": _overhead(results, timings or {}),
-        "figures.png": _figures(results),
-        "positions.png": _positions(results),
+        "figures.png": _by_place(results, "length", "context length, tokens", score=False),
+        "positions.png": _by_place(results, POSITION, "new tokens up to", score=True),
     }
     return {name: content for name, content in made.items() if content is not None}
 
 
 def headline(results: Json) -> str:
-    """What a picture is of: the suite's title, the target and the context lengths."""
+    """The title of a picture: the suite's title, the target and the context lengths."""
     target = Path(str(results["target"]["name"])).name
     lengths = sorted({one["facets"]["length"] for one in results["cells"] if "length" in one["facets"]})
     context = ""
@@ -49,11 +47,11 @@ def headline(results: Json) -> str:
 
 
 def by_budget(results: Json, task: str | None = None) -> dict[str, Points]:
-    """Family -> (rows kept or what was asked for, score), for families that evict.
+    """Family -> (kept entries or the requested share, score), for families that evict.
 
     Args:
-        results: of `results.assemble`.
-        task: whose scores; None: the averages.
+        results: the output of `results.assemble`.
+        task: the task whose scores are used; None: the averages.
     """
     lines: dict[str, Points] = {}
     for system in results["systems"]:
@@ -64,13 +62,13 @@ def by_budget(results: Json, task: str | None = None) -> dict[str, Points]:
 
 
 def budget_rank(budget: str) -> tuple[bool, float]:
-    """Budgets in order: rows, then shares."""
+    """Sort key for budgets: numbers of entries before shares."""
     return budget.endswith("%"), float(budget.rstrip("%"))
 
 
 def _budgets(results: Json) -> bytes | None:
-    """Score against budget: one panel, or one a context length where that is what the tasks are; beside the
-    average one a task, where there are few.
+    """Score against budget: one panel, or one for each context length if the tasks are lengths; with few
+    tasks, one panel per task as well.
     """
     if results["scale"]["name"] == ACCEPTANCE or not by_budget(results):
         return None
@@ -124,7 +122,7 @@ def _acceptance(results: Json) -> bytes | None:
 
 
 def _needle(results: Json) -> bytes | None:
-    """A map for each system: mean score over tasks by length and depth, weighed by examples."""
+    """A heat map for each system: mean score over tasks by length and depth, weighted by examples."""
     grids: dict[str, dict[tuple[Any, Any], list[tuple[float, int]]]] = {}
     for cell in results["cells"]:
         facets, score = cell["facets"], cell["score"]
@@ -147,84 +145,41 @@ def _needle(results: Json) -> bytes | None:
     return png(figure, title=headline(results))
 
 
-def _overhead(results: Json, timings: Json) -> bytes | None:
-    """Score against how much later the first token comes than with the full cache."""
-    rows = [row for row in timings.get("speed", []) if row["max_new_tokens"] == 1]
-    if not rows:
-        return None
-    figure, axes = panels(len(rows), size=(6.4, 4.2))
-    systems = {system["name"]: system for system in results["systems"]}
-    for one, row in zip(axes, rows, strict=True):
-        for name, timed in row["figures"].items():
-            score = _score(systems[name], row["task"])
-            if score is not None and score["value"] is not None:
-                points(one, [100 * timed["first_token_overhead"]], [score], name, linestyle="none")
-        one.set_xscale("symlog", linthresh=1)
-        one.xaxis.set_major_formatter("{x:g}")
-        label(one, "overhead of the first token, %", results["scale"]["name"], title=row["task"])
-    return png(figure, title=headline(results))
-
-
-def _figures(results: Json) -> bytes | None:
-    """Figures beside the score by context length, where their suite wants them drawn."""
-    drawn = [figure["name"] for figure in results["figures"] if figure["plotted"]]
+def _by_place(results: Json, facet: str, label_x: str, *, score: bool) -> bytes | None:
+    """The suite's plotted metrics by the values of a facet: one panel per metric, one line per system."""
+    names = [metric["name"] for metric in results["metrics"] if metric["plotted"]]
     lines = {
-        (system["name"], name): _figure_by(system, "length", name)
+        (system["name"], name): _known(_metric_by(system, facet, name))
         for system in results["systems"]
-        for name in drawn
+        for name in names
     }
-    lengths = sorted({length for found in lines.values() for length, _ in found})
-    if not lengths:
-        return None
-    figure, axes = panels(len(drawn), size=(6.4, 4.2))
-    for one, name in zip(axes, drawn, strict=True):
-        for (system, drawn_name), found in lines.items():
-            if drawn_name == name:
-                _line(one, found, system)
-        lengths_axis(one, lengths)
-        label(one, "context length, tokens", f"{name} (95% interval)")
-    return png(figure, title=headline(results))
-
-
-def _positions(results: Json) -> bytes | None:
-    """The score and figures beside it by position in a text: a row of panels for each budget."""
-    score, systems = results["scale"]["name"], results["systems"]
-    drawn = [score, *(figure["name"] for figure in results["figures"] if figure["plotted"])]
-    lines = {
-        (system["name"], name): _known(
-            _facet(system, POSITION, "score") if name == score else _figure_by(system, POSITION, name)
-        )
-        for system in systems
-        for name in drawn
-    }
+    if score:
+        names.insert(0, results["scale"]["name"])
+        lines |= {
+            (system["name"], names[0]): _known(_facet(system, facet, "score"))
+            for system in results["systems"]
+        }
     places = sorted({place for found in lines.values() for place, _ in found})
     if not places:
         return None
-    budgets = sorted({one["budget"] for one in systems if one["budget"] is not None}, key=budget_rank)
-    rows: list[str | None] = [*budgets] or [None]
-    families = dict.fromkeys(one["family"] for one in systems)
-    colors = {family: f"C{number}" for number, family in enumerate(families)}
-    figure, axes = panels(len(rows) * len(drawn), columns=len(drawn))
-    for at, one in enumerate(axes):
-        budget, name = rows[at // len(drawn)], drawn[at % len(drawn)]
-        for system in systems:
-            if system["budget"] in (None, budget):
-                _line(one, lines[system["name"], name], system["family"], color=colors[system["family"]])
+    figure, axes = panels(len(names), size=(6.4, 4.2))
+    for one, name in zip(axes, names, strict=True):
+        for system in results["systems"]:
+            _line(one, lines[system["name"], name], system["name"])
         lengths_axis(one, places)
-        title = "" if budget is None else f"budget {budget}"
-        label(one, "new tokens up to", f"{name} (95% interval)", title=title, legend=False)
+        label(one, label_x, f"{name} (95% interval)", legend=False)
     return png(figure, legend=True, title=headline(results))
 
 
 def _score(system: Json, task: str | None) -> Json | None:
-    """A system's average, or its score in a task."""
+    """A system's average score, or its score in a task."""
     if task is None:
         return dict(system["average"])
     return next((one["score"] for one in system["tasks"] if one["task"] == task), None)
 
 
 def _length_of(results: Json, task: str) -> int | None:
-    """The one context length of a task; None where it has several, or none is stated."""
+    """The context length of a task; None if it has several, or states none."""
     found = {cell["facets"].get("length") for cell in results["cells"] if cell["task"] == task}
     return found.pop() if len(found) == 1 else None
 
@@ -233,12 +188,12 @@ def _facet(system: Json, facet: str, key: str) -> Points:
     return [(one["value"], one[key]) for one in system["facets"] if one["facet"] == facet and one[key]]
 
 
-def _figure_by(system: Json, facet: str, name: str) -> Points:
-    """A figure beside the score by the values of a facet."""
+def _metric_by(system: Json, facet: str, name: str) -> Points:
+    """A metric beside the score, by the values of a facet."""
     return [
-        (one["value"], one["figures"][name])
+        (one["value"], one["metrics"][name])
         for one in system["facets"]
-        if one["facet"] == facet and name in one["figures"]
+        if one["facet"] == facet and name in one["metrics"]
     ]
 
 

@@ -1,4 +1,4 @@
-"""Questions over documents: SQuAD 2.0 and HotpotQA (distractor), among documents of other questions."""
+"""Questions over documents, SQuAD 2.0 and HotpotQA (distractor), mixed with documents of other questions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RulerQuestion:
 
     Args:
         query: the question.
-        answers: any of them is right.
-        own: documents that belong to it.
-        near: documents of the same article, taken before others.
+        answers: the accepted answers.
+        own: documents that contain the answer.
+        near: documents of the same article, used as distractors before others.
     """
 
     query: str
@@ -33,7 +33,7 @@ class RulerQuestion:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions in their file's order, and all its documents, each once, sorted."""
+    """Questions in their file's order, and the distinct documents of all of them, sorted."""
 
     name: str
     documents: tuple[str, ...]
@@ -41,13 +41,13 @@ class Questions:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of everything, for protocols."""
+        """A hash of all questions and documents, for protocols."""
         rows = [self.documents, [[q.query, q.answers, q.own, q.near] for q in self.items]]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
 Row = tuple[str, list[str], list[str], list[str]]
-"""A question's text, its answers, its own documents and near ones."""
+"""A question's text, its answers, its own documents, and documents of the same article."""
 Parsed = tuple[list[str], list[Row]]
 """All documents of a file, and its questions."""
 
@@ -78,7 +78,9 @@ def hotpotqa(data: Any) -> Parsed:
 
 
 def flat_squad(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of the Hub's data set (a question each, with its article's title) in SQuAD's own format."""
+    """Convert examples of the Hub's data set (one question each, with its article's title) to SQuAD's own
+    format.
+    """
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         texts = row["answers"]["text"]
@@ -99,7 +101,9 @@ def flat_squad(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flat_hotpotqa(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the Hub's data set (columns of titles and of sentences) in HotpotQA's own format."""
+    """Convert examples of the Hub's data set (columns of titles and of sentences) to HotpotQA's
+    own format.
+    """
     return [
         {
             "question": row["question"],
@@ -115,13 +119,13 @@ def flat_hotpotqa(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Dataset:
-    """How to read a question file, and where to get it.
+    """A data set of questions: its format, its parser and its source.
 
     Args:
         title: the name of the data set.
-        layout: what a file looks like, for messages.
-        parse: questions and documents of what a file holds.
-        flat: the rows of the data set on the Hub as a file would hold them.
+        layout: description of the file format, for messages.
+        parse: the parser of a file's content into documents and questions.
+        flat: converts examples of the data set on the Hub to the file's format.
         url: the address of the file.
         hub: the data set on the Hub with its configuration; its split is `validation`.
     """
@@ -134,7 +138,7 @@ class Dataset:
     hub: tuple[str, str]
 
     def read(self, path: str | Path) -> Questions:
-        """The questions of a local file.
+        """Read the questions of a local file.
 
         Raises:
             DataError: the file cannot be read or has another format.
@@ -147,7 +151,7 @@ class Dataset:
         return self._questions(data, file)
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]], name: str) -> Questions:
-        """The questions of the rows of the data set on the Hub, with a name for messages."""
+        """Parse the questions of examples from the Hub; `name` is used in messages."""
         return self._questions(self.flat(rows), name)
 
     def _questions(self, data: Any, file: str | Path) -> Questions:

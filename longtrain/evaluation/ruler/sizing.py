@@ -1,35 +1,35 @@
-"""What prompts are written from, how long one is for the evaluated model, and how much haystack fits."""
+"""The source material of RULER's prompts, their length in tokens, and the search for the largest haystack."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 from longtrain.evaluation.prompts import around_message
 from longtrain.evaluation.ruler.questions import Questions
-from longtrain.evaluation.ruler.sources import Haystack, Vocabulary
-from longtrain.evaluation.ruler.tasks import SHORT, RulerSpec
+from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, vocabulary
+from longtrain.evaluation.ruler.tasks import SEED, SHORT, RulerSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BISECT_EVERY = 4
 STEP, SHORT_STEP = 10, 5
-"""What the official generators take off a prompt that is too long, from 4096 tokens on and below."""
+"""Reduction step of the official generators for prompts that are too long: from 4096 tokens on, and below."""
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt that is written but not yet counted.
+    """A prompt whose tokens have not been counted yet.
 
     Args:
         input: the user's message.
-        answer_prefix: what the assistant's message begins with; the model continues it.
-        answers: the right answers: all of them are wanted, or any (`RulerSpec.metric`).
-        solved: a solved example that stands before the user's message, in a chat turn of its own.
+        answer_prefix: the beginning of the assistant's message, which the model continues.
+        answers: the right answers; all of them are required, or any (`RulerSpec.metric`).
+        solved: a solved example before the user's message, in a chat turn of its own.
     """
 
     input: str
@@ -39,17 +39,17 @@ class PromptText:
 
 
 class Framing:
-    """What stands around a prompt: the chat template, or the tokenizer's own special tokens.
+    """Wraps prompts in the chat template, or in the tokenizer's own special tokens.
 
     The input is the user's message and the answer prefix begins the assistant's, as in the official runs.
 
     Args:
         tokenizer: the evaluated model's.
         chat: use its chat template; None: if it has one.
-        options: more arguments of the template, such as `enable_thinking`.
+        options: further arguments of the template, such as `enable_thinking`.
 
     Raises:
-        ConfigError: a chat template was asked for and there is none.
+        ConfigError: `chat` is True and there is no template.
         DataError: the template does not render the user's message once.
     """
 
@@ -67,69 +67,69 @@ class Framing:
                 "chat=true, but the tokenizer has no chat template; pass chat=false, or give one"
             )
         self.before, self.after = around_message(tokenizer, **dict(options or {})) if self.chat else ("", "")
-        self.tokens = self._count([self.before + self.after])[0]
+        self.tokens = self._count(self.before + self.after)
         """Tokens of the frame alone."""
 
     def text(self, prompt: str, answer_prefix: str = "", solved: str = "") -> str:
-        """What the model reads: a solved example, the user's message in its frame, the answer's beginning."""
+        """The whole prompt: solved example, user's message in the template, beginning of the answer."""
         return f"{solved}{self.before}{prompt}{self.after}{answer_prefix}"
 
     def ids(self, prompt: str, answer_prefix: str = "", solved: str = "") -> list[int]:
-        """What the model reads, in tokens; `RulerExample.prompt_tokens` of them."""
-        return list(self._encode([self.text(prompt, answer_prefix, solved)])[0])
+        """Token ids of the whole prompt; there are `RulerExample.prompt_tokens` of them."""
+        return self._encode(self.text(prompt, answer_prefix, solved))
 
-    def count(self, prompts: Sequence[PromptText]) -> list[int]:
-        """Tokens of each prompt, frame and answer prefix included."""
-        return self._count([self.text(one.input, one.answer_prefix, one.solved) for one in prompts])
+    def count(self, prompt: PromptText) -> int:
+        """Number of tokens of a prompt, template and answer prefix included."""
+        return self._count(self.text(prompt.input, prompt.answer_prefix, prompt.solved))
 
     def count_text(self, text: str) -> int:
-        """Tokens of a text without any frame."""
+        """Number of tokens of a text without a template."""
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids; the chat template writes its own special tokens."""
-        return self.tokenizer(texts, add_special_tokens=not self.chat, verbose=False).input_ids
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a text; the chat template writes its own special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=not self.chat, verbose=False).input_ids)
 
-    def _count(self, texts: list[str]) -> list[int]:
-        return [len(ids) for ids in self._encode(texts)]
+    def _count(self, text: str) -> int:
+        return len(self._encode(text))
 
 
 @dataclass(frozen=True)
 class Material:
-    """What the prompts of a task at a length are written from.
+    """The source material of a task's prompts at one length.
 
     Args:
         task: one of `TASKS`.
         length: tokens of prompt and answer together, chat template included.
-        seed: of the run; it orders needles, lists and documents, alike in every example.
-        framing: counts tokens.
+        framing: wraps prompts and counts tokens.
+        seed: the run's seed; it orders needles, lists and documents, the same in every example.
         haystack: the text of essay haystacks.
-        words: where keys and word lists come from.
-        questions: of the tasks with questions.
+        words: the source of keys and word lists.
+        questions: the questions, for tasks that need them.
     """
 
     task: RulerSpec
     length: int
-    seed: int
     framing: Framing
-    haystack: Haystack
-    words: Vocabulary
+    seed: int = SEED
+    haystack: Haystack = field(default_factory=Haystack.bundled)
+    words: Vocabulary = field(default_factory=vocabulary)
     questions: Questions | None = None
 
     @property
     def room(self) -> int:
-        """Tokens for the prompt, its frame included."""
+        """Tokens available for the prompt, its template included."""
         return self.length - self.task.max_new_tokens
 
     def stream(self, what: int | str) -> str:
-        """The seed of an example's random numbers."""
+        """The seed string of an example's random numbers."""
         return f"ruler {self.task.name} {self.length} {self.seed} {what}"
 
 
 class PromptWriter(ABC):
-    """Writes prompts of a wanted size: words, lines or documents of haystack, by task.
+    """Writes prompts with a haystack of a given size in words, lines or documents.
 
-    Sizes are `least + k * unit`; `step` is what the official generator takes off a prompt that is too long.
+    Sizes are `least + k * unit`; `step` is the official generator's reduction of prompts that are too long.
     """
 
     unit = 1
@@ -146,22 +146,24 @@ class PromptWriter(ABC):
 
     @abstractmethod
     def write(self, size: int, index: int, stream: str) -> PromptText:
-        """Example `index` of a size. All chance comes from `random.Random(stream)`."""
+        """Write example `index` with a haystack of `size`. All randomness comes from
+        `random.Random(stream)`.
+        """
 
 
 def largest(count: Callable[[int], int], limit: int, *, least: int, unit: int = 1) -> int | None:
-    """The largest size `least + k * unit` whose count is at most `limit`.
+    """Find the largest size `least + k * unit` whose count is at most `limit`.
 
-    The official generator halves an interval; here probes are placed by interpolation, since counts grow
-    nearly in proportion to sizes, with a halving now and then so that it always ends soon.
+    The official generator bisects; here probes are placed by interpolation, since counts grow
+    nearly in proportion to sizes, with an occasional bisection step that bounds the number of probes.
 
     Args:
-        count: tokens of a prompt of a size; need not grow strictly.
-        limit: most tokens.
+        count: size -> tokens of the prompt; need not be strictly increasing.
+        limit: the maximum number of tokens.
         least: the smallest size.
-        unit: distance of sizes.
+        unit: the distance between sizes.
 
-    Returns: the size; it fits and the next larger one does not. None if `least` does not fit.
+    Returns: the size, which fits while the next larger one does not; None if `least` does not fit.
     """
     low, at_low = 0, count(least)
     if at_low > limit:
@@ -188,9 +190,9 @@ def largest(count: Callable[[int], int], limit: int, *, least: int, unit: int = 
 
 
 def back_off(writer: PromptWriter, size: int, index: int) -> int:
-    """The next size to try after a prompt turned out too long: a step less, as the official generator does.
+    """The next size to try after a prompt was too long: one step less, as in the official generator.
 
-    Note: below one step the official generator draws again for ever; here it goes on by eighths.
+    Note: below one step the official generator loops forever; here the size is reduced by eighths.
     """
     least = writer.least(index)
     smaller = (

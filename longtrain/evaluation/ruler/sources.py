@@ -1,22 +1,19 @@
-"""What RULER's prompts are made of: running text, lists of words, and the published files by their hash."""
+"""Source texts of RULER's prompts: running text, word lists, and hashes of the published files."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from longtrain.assets import asset_dir
-from longtrain.data.read.files import read_text
+from longtrain.data.read.files import open_bytes, read_text
 from longtrain.data.retrieval.material import ADJECTIVES, NOUNS
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import read_texts
@@ -30,14 +27,14 @@ _ABBREVIATION = re.compile(
 
 
 class Haystack:
-    """Running text as words, cut into sentences.
+    """Running text as words and sentences.
 
-    A needle stands between two sentences. RULER finds them with NLTK's trained splitter, which must be
-    downloaded; here a sentence ends at a full stop, question or exclamation mark that is no abbreviation's
-    and that a capital or digit follows. Only the places where a needle can stand depend on it.
+    Needles are inserted between two sentences. RULER splits them with NLTK's trained splitter, which must be
+    downloaded; here a sentence ends at a full stop, question or exclamation mark that does not end an
+    abbreviation and that a capital or digit follows. Only the possible positions of needles depend on it.
 
     Args:
-        name: what reports call it.
+        name: its name in reports.
         text: any text; every run of white space counts as one space.
 
     Raises:
@@ -58,7 +55,7 @@ class Haystack:
         plain, .xz or .gz), a text file, or a folder of text files.
 
         Raises:
-            DataError: nothing is there, or it has no text.
+            DataError: the file does not exist, or has no text.
         """
         path = Path(where).expanduser()
         if ".json" not in path.suffixes[-2:]:
@@ -86,7 +83,7 @@ class Haystack:
         return " ".join(self.words)
 
     def sentences(self, n_words: int) -> list[str]:
-        """The first `n_words` words as sentences, from the start again if the text is shorter."""
+        """The first `n_words` words as sentences; the text is repeated if it is shorter."""
         return self._sentences(n_words)
 
     def _cut(self, n_words: int) -> list[str]:
@@ -105,14 +102,14 @@ SOURCES = ("longtrain", "wonderwords")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Word lists. Which one a result used must be said beside it: the words differ, not their use.
+    """Word lists. Reports must name the list that a result used, since the official words differ.
 
     Args:
-        name: what reports call it.
+        name: its name in reports.
         adjectives: first halves of keys.
         nouns: second halves of keys.
-        pool: different words for word lists, sorted.
-        more: a larger list, used instead of `pool` where a prompt needs more words than that has.
+        pool: distinct words for word lists, sorted.
+        more: a larger list, used instead of `pool` if a prompt needs more words than `pool` has.
     """
 
     name: str
@@ -128,7 +125,7 @@ class Vocabulary:
         return hashlib.sha256(json.dumps(lists).encode()).hexdigest()[:16]
 
     def with_more(self, path: str | Path) -> Vocabulary:
-        """The same with a larger list from a file.
+        """A copy with a larger list from a file.
 
         RULER needs it for `cwe` beyond some 100K tokens (its json/english_words.json).
 
@@ -136,7 +133,7 @@ class Vocabulary:
             path: a text file with a word a line, or JSON: a list of words, or an object with words as values.
 
         Raises:
-            DataError: the file cannot be read, or holds something else.
+            DataError: the file cannot be read, or has another format.
         """
         file = Path(path).expanduser()
         try:
@@ -153,10 +150,10 @@ class Vocabulary:
         return replace(self, name=f"{self.name}+{file.name}", more=tuple(dict.fromkeys(found)))
 
     def words(self, count: int) -> tuple[str, ...]:
-        """A list of at least `count` different words.
+        """A list of at least `count` distinct words.
 
         Raises:
-            DataError: there are not so many.
+            DataError: there are fewer words than that.
         """
         if count <= len(self.pool):
             return self.pool
@@ -177,13 +174,9 @@ def vocabulary(source: str = "longtrain") -> Vocabulary:
             novels; nothing to install. `wonderwords`: the official lists, from the package of that name.
 
     Raises:
-        ConfigError: no such source, or the package is missing.
+        ConfigError: the package is missing.
     """
-    if source == "longtrain":
-        return _own()
-    if source == "wonderwords":
-        return _wonderwords()
-    raise ConfigError(f"unknown word lists '{source}'; known: {', '.join(SOURCES)}")
+    return _own() if source == "longtrain" else _wonderwords()
 
 
 @lru_cache(maxsize=1)
@@ -213,34 +206,29 @@ def _wonderwords() -> Vocabulary:
 
 SHA256 = {
     "haystack": (
-        "8d31e1b660e0f2180bcca6d238e18f77921df9d158611582b860da1762b6d3dd",  # as RULER's script writes it
+        "8d31e1b660e0f2180bcca6d238e18f77921df9d158611582b860da1762b6d3dd",  # as written by RULER's script
         "c991a4f897d482a4c845028f5bd3aa8951569b1ab1708723bcc6ec72e66b9446",  # ShadowKV's copy
     ),
     "squad": ("80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",),
     "hotpotqa": (
         "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",  # the authors' own file
-        "e3da074df24e8369009918aa5cdbdd254dadcde4c63f7569d36afd6f2268caa8",  # the mirror that RULER fetches
+        "e3da074df24e8369009918aa5cdbdd254dadcde4c63f7569d36afd6f2268caa8",  # the mirror that RULER downloads
     ),
     "more_words": ("affcd6d45fdf3cc843d585c99c97ad615094e760e6c4756b654bab6c73bc2eca",),
 }
-"""What -> hashes of the unpacked file: PaulGrahamEssays.json, dev-v2.0.json, hotpot_dev_distractor_v1.json,
-english_words.json."""
-
-_OPEN: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
-_CHUNK = 1 << 20
+"""Name of a published file -> hashes of its uncompressed versions: PaulGrahamEssays.json, dev-v2.0.json,
+hotpot_dev_distractor_v1.json, english_words.json.
+"""
 
 
 def is_published(what: str, path: Path) -> bool:
-    """Whether a file (plain, .xz or .gz) is the one that RULER's published prompts are made of.
+    """True if a file (plain or compressed) is one that RULER's published prompts are generated from.
 
     Args:
         what: a key of `SHA256`.
-        path: that exists; a folder is no published file.
+        path: an existing path; a folder is never a published file.
     """
     if not path.is_file():
         return False
-    digest = hashlib.sha256()
-    with _OPEN.get(path.suffix, open)(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest() in SHA256[what]
+    with open_bytes(path) as file:
+        return hashlib.sha256(file.read()).hexdigest() in SHA256[what]

@@ -16,17 +16,17 @@ from longtrain.evaluation.ruler.sizing import SHORT_STEP, STEP, Material, Prompt
 from longtrain.evaluation.ruler.tasks import DOCUMENT, NEEDLE, NOISE
 
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
-"""Places in an essay where needles can stand, percent."""
+"""Depths of an essay, in percent, at which needles can be inserted."""
 
 NEEDLE_STEPS = {"essay": 500, "noise": 25, "needle": 25}
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
-"""What becomes of the template where one value is asked for, in order."""
+"""Replacements in the template if one value is asked for, in order."""
 
 
 class NeedleWriter(PromptWriter):
-    """Writes the eight needle tasks. Sizes are words of an essay, or lines.
+    """Writes the eight needle tasks. The size is in words of an essay, or in lines.
 
-    Keys of one prompt differ from each other, distractors' too, so that a question has one answer (the
+    All keys of one prompt differ, including those of distractors, so that a question has one answer (the
     official generator leaves that to chance).
     """
 
@@ -38,7 +38,7 @@ class NeedleWriter(PromptWriter):
         self.step = SHORT_STEP if self.kind != "essay" and self.short else NEEDLE_STEPS[self.kind]
 
     def least(self, index: int) -> int:
-        """A word of an essay, or as many lines as there are needles."""
+        """One word of an essay, or as many lines as there are needles."""
         return 1 if self.kind == "essay" else self.keys * self.values
 
     def write(self, size: int, index: int, stream: str) -> PromptText:
@@ -90,7 +90,7 @@ class NeedleWriter(PromptWriter):
         return NEEDLE.format(type_needle_v=self.value, key=key, value=value)
 
     def _key(self, rng: Random, seen: set[str]) -> str:
-        """A key that no needle of this prompt has yet."""
+        """Draw a key that no needle of this prompt has yet."""
         adjectives, nouns = self.of.words.adjectives, self.of.words.nouns
         if self.key == "words" and 2 * len(seen) >= len(adjectives) * len(nouns):
             raise DataError(
@@ -115,7 +115,7 @@ class NeedleWriter(PromptWriter):
 
 
 def draw(kind: str, rng: Random) -> str:
-    """A random seven-digit number or version 4 uuid.
+    """Draw a random seven-digit number or version 4 uuid.
 
     Raises:
         ConfigError: another kind.
@@ -130,13 +130,14 @@ def draw(kind: str, rng: Random) -> str:
 NAME_LETTERS = 5
 SOLVED_NAME_LETTERS = 3
 SOLVED_TOKENS = 500
-"""Most tokens of the solved example without its answer."""
+"""Maximum tokens of the solved example without its answer."""
 
 
 class VariableWriter(PromptWriter):
-    """Writes `vt`. Sizes are lines of noise.
+    """Writes the task `vt` (variable tracking). The size is in lines of noise.
 
-    The solved example's lines stand alike in every prompt of a run; its names and value are drawn anew.
+    The solved example's lines are the same in every prompt of a run; its names and value are drawn for each
+    prompt.
     """
 
     def __init__(self, of: Material) -> None:
@@ -173,7 +174,7 @@ class VariableWriter(PromptWriter):
         return self.template.format(context=context, query=values[0]) + self._answer_prefix(values[0])
 
     def _example(self, lines: int) -> str:
-        """A solved example to count."""
+        """A solved example, for counting its tokens."""
         rng = Random(self._solved_stream)
         return self._solved(self._names(rng, SOLVED_NAME_LETTERS), self._fresh_values(rng, set()), lines)
 
@@ -181,7 +182,7 @@ class VariableWriter(PromptWriter):
         return self.prefix.format(num_v=self.hops + 1, query=value)
 
     def _context(self, chains: list[list[str]], values: list[str], size: int, rng: Random) -> str:
-        """Noise with each chain's assignments in it, in their order."""
+        """Noise lines with each chain's assignments inserted in order."""
         lines = [NOISE] * size
         for names, value in zip(chains, values, strict=True):
             chain = [f"VAR {names[0]} = {value}"]
@@ -192,7 +193,7 @@ class VariableWriter(PromptWriter):
         return "\n".join(lines).replace(". \n", ".\n")
 
     def _names(self, rng: Random, letters: int) -> list[list[str]]:
-        """Different names for every chain; none reads `VAR`."""
+        """Distinct names for every chain; none is `VAR`."""
         wanted = (self.hops + 1) * self.chains
         found: dict[str, None] = {}
         while len(found) < wanted:
@@ -216,16 +217,17 @@ def _value(rng: Random) -> str:
 
 CODED_LETTERS = 6
 TOKENS_A_CODED_WORD = 50
-"""One coded word of the vocabulary for so many tokens."""
+"""The vocabulary has one coded word for this many tokens."""
 
 DOTS = "..."
-"""The most frequent coded word: to be ignored."""
+"""The most frequent coded word, which the answer must ignore."""
 
 
 class CommonWordsWriter(PromptWriter):
-    """Writes `cwe`, after one solved example. Sizes are different words of the list.
+    """Writes the task `cwe` (common words), after one solved example. The size is in distinct words of the
+    list.
 
-    The chat template stands around the solved example too: the official run puts it into a turn of its own.
+    The solved example is in a chat turn of its own, as in the official run.
     """
 
     def __init__(self, of: Material) -> None:
@@ -236,7 +238,7 @@ class CommonWordsWriter(PromptWriter):
         self.solved_size, self.solved_repeats = (20, (3, 1)) if self.short else (40, (10, 3))
 
     def least(self, index: int) -> int:
-        """The common words alone."""
+        """The number of common words."""
         return self.common
 
     def write(self, size: int, index: int, stream: str) -> PromptText:
@@ -261,7 +263,9 @@ class CommonWordsWriter(PromptWriter):
 
 
 class CodedWordsWriter(PromptWriter):
-    """Writes `fwe`. Sizes are words of a Zeta distribution's text, cut to whole counts."""
+    """Writes the task `fwe` (frequent coded words). The size is in words sampled from a Zeta distribution, in
+    whole counts.
+    """
 
     def __init__(self, of: Material) -> None:
         super().__init__(of)
@@ -273,7 +277,7 @@ class CodedWordsWriter(PromptWriter):
         self._least = self._aligned(max(room, 0) // CODED_LETTERS)
 
     def least(self, index: int) -> int:
-        """The smallest size on the official grid from which on the third place is never shared."""
+        """The smallest size on the official grid from which on the third-most frequent word is unique."""
         return self._least
 
     def write(self, size: int, index: int, stream: str) -> PromptText:
@@ -302,9 +306,9 @@ class CodedWordsWriter(PromptWriter):
 
 
 class DocumentWriter(PromptWriter):
-    """Writes `qa_1` and `qa_2`. Sizes are documents; example i asks question i.
+    """Writes the tasks `qa_1` and `qa_2`. The size is in documents; example i asks question i.
 
-    Note: HotpotQA's questions that are answered with yes or no stay, as in the official data.
+    Note: HotpotQA's yes-or-no questions are included, as in the official data.
 
     Raises:
         ConfigError: no questions were given.
@@ -315,13 +319,13 @@ class DocumentWriter(PromptWriter):
         if of.questions is None:
             name = str(self.options["dataset"])
             raise ConfigError(
-                f"RULER task {of.task.name} needs the questions of {name}; give its file "
-                f"(questions=read_{name}(FILE)), to be had from {DATASETS[name].url}"
+                f"RULER task {of.task.name} needs the questions of {name}; pass suite.{name}=FILE, to be had "
+                f"from {DATASETS[name].url}"
             )
         self.questions = of.questions
 
     def least(self, index: int) -> int:
-        """The question's own documents."""
+        """The number of the question's own documents."""
         return len(self._question(index).own)
 
     def write(self, size: int, index: int, stream: str) -> PromptText:
@@ -338,7 +342,9 @@ class DocumentWriter(PromptWriter):
         )
 
     def _choose(self, question: RulerQuestion, size: int, rng: Random) -> list[int]:
-        """The question's own documents, then near ones, then any; all, repeated, where they run out."""
+        """Choose documents: the question's own, then those of its article, then any; all are repeated if they
+        run out.
+        """
         own, near, total = list(question.own), list(question.near), len(self.questions.documents)
         if size >= total:
             return (list(range(total)) * -(-size // total))[:size]
@@ -366,11 +372,11 @@ WRITERS: dict[str, type[PromptWriter]] = {
     "freq_words_extraction": CodedWordsWriter,
     "qa": DocumentWriter,
 }
-"""Family of tasks -> its writer."""
+"""Family of tasks -> the class that writes its prompts."""
 
 
 def _apart(size: int, more: float, less: float) -> bool:
-    """Whether two words of these shares come out with different counts."""
+    """True if two words of these shares get different counts."""
     return int(size * more) > int(size * less)
 
 
@@ -379,6 +385,6 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 def _zeta(alpha: float, terms: int = 1000) -> float:
-    """Riemann's zeta for alpha > 1: a sum and Euler and Maclaurin's rest, exact to fp64 here."""
+    """Riemann's zeta for alpha > 1: a partial sum and the Euler-Maclaurin remainder, exact to fp64 here."""
     rest = terms ** (1 - alpha) / (alpha - 1) - 0.5 * terms**-alpha + alpha / 12 * terms ** (-alpha - 1)
     return sum(k**-alpha for k in range(terms, 0, -1)) + rest

@@ -1,16 +1,16 @@
 """The suites that `longtrain eval` runs through its harness, one module each.
 
-A module has `build(settings, target, *, seed, sampling) -> Suite`, of which its docstring says only what is
-its own:
+Each module has `build(settings, target, *, seed, sampling) -> Suite`; its docstring documents only what is
+specific to the suite. The arguments are:
 
-    settings: the plain mapping of the group `suite` of the configuration, see conf/suite/NAME.yaml.
-    target: the loaded target. Its tokenizer writes the prompts, its window decides how long they may be.
-    seed: the run's; most suites draw nothing.
-    sampling: how the run decodes.
+    settings: the group `suite` of the configuration as a plain mapping, see conf/suite/NAME.yaml.
+    target: the loaded target. Its tokenizer encodes the prompts, its context window limits their length.
+    seed: the run's seed; most suites draw no random numbers.
+    sampling: the run's sampling settings.
 
-It raises ConfigError for a wrong setting, and DataError where data are missing or wrong. What the benchmark
-is like as it was published stands in a `Published` (`evaluation/published.py`), from which follows what a
-result may be called.
+It raises ConfigError for a wrong setting, and DataError where data are missing or wrong. The published form
+of a benchmark is described by a `Published` (`evaluation/published.py`), which determines the title of a
+result.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ BROUGHT = {
     "retrieval": "suite=retrieval measures what selectors read and none is given; pass artifact=NAME, or "
     "suite.systems=[{name: sparse, rule: quest}], which needs no artifact",
 }
-"""`suite.name` of what measures nothing of the full cache -> what is said where nothing else is given."""
+"""Name of a suite that needs a draft, evictor or selector -> the error message if none is given."""

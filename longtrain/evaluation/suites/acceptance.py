@@ -1,6 +1,6 @@
-"""Acceptance of drafts by context length, depth, place in the text and kind of text.
+"""Suite `acceptance`: acceptance of drafts by context length, depth, position in the output and kind of text.
 
-Shapes: T context tokens, R query rows, H query heads, G KV heads, D head dim, E hidden dim, B batch (1).
+Shapes: T context tokens, R query positions, H query heads, G KV heads, D head dim, E hidden dim, B batch (1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm
 
 from longtrain.decoding.stats import Stats
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.suite import ByTask, Figure, Suite, Summary
+from longtrain.evaluation.suite import ByTask, Metric, Suite, Summary
 from longtrain.evaluation.suites.continuation import choose_points, continuations, held_out
 from longtrain.evaluation.suites.drafted import (
     ACCEPTANCE_SCALE,
@@ -28,20 +28,20 @@ from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, Task, rows_sha256
 from longtrain.layers import apply_rope
 from longtrain.settings import Count, Lengths, within
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-FIGURES = (
-    Figure("repeated", "repeated_tokens", "output_tokens", "mean", "percent"),
-    Figure("τ, not repetitive", "fresh_tokens", "fresh_cycles"),
-    Figure("cache", "cache_bytes", kind="mean", unit="bytes"),
-    Figure("draft", "draft_bytes", kind="mean", unit="bytes"),
-    Figure("attention outside the window", "outside", kind="mean", unit="percent"),
-    Figure("the same without the first 4 tokens", "outside_no_sinks", kind="mean", unit="percent"),
+METRICS = (
+    Metric("repeated", "repeated_tokens", "output_tokens", "mean", "percent"),
+    Metric("τ, not repetitive", "fresh_tokens", "fresh_cycles"),
+    Metric("cache", "cache_bytes", kind="mean", unit="bytes"),
+    Metric("draft", "draft_bytes", kind="mean", unit="bytes"),
+    Metric("attention outside the window", "outside", kind="mean", unit="percent"),
+    Metric("the same without the first 4 tokens", "outside_no_sinks", kind="mean", unit="percent"),
 )
 
 
@@ -62,12 +62,12 @@ class AcceptanceSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each context length, and one for the attention outside a draft's window if it is asked for.
+    """One task for each context length, and optionally one for the attention outside a draft's window.
 
-    The seed is that of the choice of continuation points.
+    The seed determines the continuation points.
 
     Raises:
-        ConfigError: a wrong setting, or a length that the target's context does not hold.
+        ConfigError: a wrong setting, or a length beyond the target's context window.
         DataError: there is no held-out text, or not enough of it.
     """
     asked = settings_of(AcceptanceSettings, settings)
@@ -91,7 +91,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         summarise=summarise,
         title="Acceptance by context length",
         notes=[f"{count} {reason}" for reason, count in chosen.dropped.items()],
-        figures=FIGURES,
+        metrics=METRICS,
         rivals=first_and_others,
         full_cache=asked.baseline,
         meet=needs_a_draft,
@@ -99,7 +99,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def retention(shortest: Sequence[Record], longest: Sequence[Record]) -> dict[str, Any]:
-    """(τ - 1) at the longest context over (τ - 1) at the shortest, with its own table."""
+    """(τ - 1) at the longest context over (τ - 1) at the shortest, as a table of the result."""
     short, long = (Stats(rows=[r for one in some for r in one.rows()]).tau for some in (shortest, longest))
     if not short > 1 or math.isnan(long):
         return {}
@@ -110,15 +110,15 @@ def retention(shortest: Sequence[Record], longest: Sequence[Record]) -> dict[str
 
 @dataclass(frozen=True)
 class AttentionOutside(Measured):
-    """The target's attention that a draft's window cannot see, at the layer whose keys and values it reads.
+    """Measures the target's attention outside a draft's window, at the layer whose KV cache the draft reads.
 
     Args:
-        tasks: whose prompts are read.
+        tasks: the tasks whose prompts are measured.
     """
 
     tasks: tuple[Task, ...]
     known: dict[Any, dict[str, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was measured: several shapes of one draft have the same window."""
+    """Cached measurements: several tree shapes of one draft have the same window."""
     name = "attention"
 
     @property
@@ -139,7 +139,7 @@ class AttentionOutside(Measured):
         return {"task": self.name, "rows": len(self.rows), "rows_sha256": rows_sha256(self.rows)}
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """`outside` and `outside_no_sinks` for drafts that have a window, nothing for others."""
+        """`outside` and `outside_no_sinks` for drafts that have a window; an empty mapping for others."""
         layer, window = (getattr(parts.draft, name, None) for name in ("kv_layer", "window"))
         if layer is None or window is None:
             return [{} for _ in examples]
@@ -156,14 +156,14 @@ class AttentionOutside(Measured):
 
 
 MASS_ROWS = 16
-"""Last rows of a context whose attention is measured."""
+"""Number of last positions of a context whose attention is measured."""
 SINKS = 4
-"""First tokens of a context, on which much attention rests."""
+"""Number of first tokens of a context that count as attention sinks."""
 
 
 @dataclass(frozen=True)
 class AttentionMass:
-    """Shares of the attention of the last rows of a context, averaged over rows and heads.
+    """Shares of the attention of the last positions of a context, averaged over positions and heads.
 
     Args:
         outside: share on tokens before the window.
@@ -178,20 +178,20 @@ class AttentionMass:
 def attention_mass(
     target: Target, prompt: Sequence[int], *, layer: int, window: int, rows: int = MASS_ROWS
 ) -> AttentionMass:
-    """Measure it for the last `rows` tokens of a prompt.
+    """Measure the attention mass for the last `rows` tokens of a prompt.
 
     Args:
         target: the frozen model.
         prompt: token ids.
-        layer: whose queries and keys; negative counts from the end.
+        layer: the layer whose queries and keys are used; negative counts from the end.
         window: previous tokens that count as inside, besides the token itself.
-        rows: queries.
+        rows: number of query positions.
     """
     layer %= target.info.n_layers
     ids_T = torch.tensor(list(prompt), device=target.device)
     pos_T = torch.arange(len(ids_T), device=target.device)
-    want = Want("none", stop_at_layer=layer, kv=(layer,))
-    k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), want).kv[layer]
+    outputs = OutputRequest("none", stop_at_layer=layer, kv=(layer,))
+    k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), outputs).kv[layer]
     q_RHD, pos_R = _queries(target, ids_T, pos_T, layer=layer, rows=rows)
     k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
     scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD.float(), k_THD.float()) * target.info.head_dim**-0.5
@@ -205,13 +205,15 @@ def attention_mass(
 
 
 def _queries(target: Target, ids_T: Tensor, pos_T: Tensor, *, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The layer's queries of the last rows, after q_norm and RoPE, and their positions."""
+    """The layer's queries at the last positions, after q_norm and RoPE, and their positions."""
     if layer == 0:
         hidden_TE = target.embed(ids_T)
     else:
         cache = target.new_cache(1, len(ids_T), 1)
-        want = Want(logits="none", hidden=(layer - 1,), stop_at_layer=layer)
-        hidden_TE = target.forward(Rows(pos_T[None], ids_T[None]), cache, want=want).hidden[layer - 1][0]
+        outputs = OutputRequest(logits="none", hidden=(layer - 1,), stop_at_layer=layer)
+        hidden_TE = target.forward(TokenBatch(pos_T[None], ids_T[None]), cache, outputs=outputs).hidden[
+            layer - 1
+        ][0]
     info, state = target.info, target.layer_state(layer)
     hidden_RE, pos_R = hidden_TE[-rows:], pos_T[-rows:]
     normed_RE = _rms(hidden_RE, state["input_layernorm.weight"], info.rms_norm_eps)

@@ -1,7 +1,7 @@
-"""Held-out text that is continued from the same points after several context lengths.
+"""Continuation tasks: held-out text is continued from the same points with several context lengths.
 
-Context length is compared fairly only if nothing else changes: every point is used at every length, and lies
-far enough in for the longest.
+For a fair comparison of context lengths, every point is used at every length, and therefore lies
+far enough into its document for the longest.
 
 Shapes: T tokens.
 """
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longtrain.assets import asset_dir
-from longtrain.data.rows.prepare import tokenizer_hash
-from longtrain.data.rows.prepared import Prepared, read_manifest
+from longtrain.data.packing.prepare import tokenizer_hash
+from longtrain.data.packing.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import (
     HeldOutText,
@@ -45,12 +45,12 @@ HELD_OUT = "text/heldout"
 """The bundled held-out files: novels that no target or draft of this package was trained on."""
 
 SPACING_TOKENS = 64
-"""Least distance of two continuation points of one document."""
+"""Minimum distance of two continuation points of one document."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place to continue from: `end` tokens of `document` lie before it."""
+    """A position to continue from: `end` tokens of `document` precede it."""
 
     document: HeldOutText
     end: int
@@ -63,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen points, and what was asked for but could not be had, by reason."""
+    """The chosen points, and the number of points that could not be found, by reason."""
 
     points: list[Point]
     dropped: dict[str, int] = field(default_factory=dict)
@@ -72,17 +72,18 @@ class Selection:
 def choose_points(
     documents: Iterable[HeldOutText], *, longest: int, count: int, margin: int = 0, seed: int = 0
 ) -> Selection:
-    """Points with `longest` tokens before and `margin` after them, spread over kinds, documents and places.
+    """Choose points with `longest` tokens before and `margin` after them, spread over kinds, documents and
+    positions.
 
-    Kinds get equal shares, then the documents of a kind do; within a document the points are drawn one from
+    Kinds get equal shares, then the documents of a kind; within a document one point is drawn from
     each of as many equal stretches.
 
     Args:
-        documents: where to look.
+        documents: documents to choose from.
         longest: tokens needed before a point.
-        count: points wanted.
+        count: number of points to choose.
         margin: tokens needed after a point.
-        seed: of the draw; the choice does not depend on the shorter lengths.
+        seed: the random seed; the choice does not depend on the shorter lengths.
 
     Raises:
         DataError: no document is long enough.
@@ -121,18 +122,18 @@ def continuations(
     ignore_eos: bool = True,
     name: str = "{}",
 ) -> list[Task]:
-    """A task for each context length.
+    """Make a task for each context length.
 
     Args:
-        points: where prompts end, the same at every length.
-        lengths: of the prompts, tokens.
-        target: its tokenizer says what stands before a text.
-        max_new_tokens: most tokens of a continuation.
-        ignore_eos: go on past the end of text.
-        name: of a task; `{}` stands for the length.
+        points: the ends of the prompts, the same at every length.
+        lengths: lengths of the prompts in tokens.
+        target: its tokenizer supplies the begin-of-text tokens.
+        max_new_tokens: the maximum number of tokens of a continuation.
+        ignore_eos: continue past the end-of-text token.
+        name: template of task names; `{}` is replaced by the length.
 
     Raises:
-        ConfigError: a length that the target's context does not hold.
+        ConfigError: a length beyond the target's context window.
     """
     check_lengths(lengths, max_new_tokens, target)
     prefix = prefix_of(target.tokenizer)
@@ -154,15 +155,15 @@ def continuations(
 def held_out(
     target: Target, where: str | None, kinds: Sequence[str], *, home: str = ".", data: str | None = None
 ) -> list[HeldOutText]:
-    """Documents no draft was trained on.
+    """Read documents that no draft was trained on.
 
     Args:
-        target: with a tokenizer.
+        target: a target with a tokenizer.
         where: a file or folder, `bundled`, or `data`; None: the held-out documents of prepared data if there
-            are any, else what ships here.
-        kinds: of text; empty: all.
-        home: holds prepared data.
-        data: its name.
+            are any, else the bundled text.
+        kinds: kinds of text; empty: all.
+        home: the folder of prepared data.
+        data: the name of the prepared data.
 
     Raises:
         ConfigError: `data` without a name, or the target has no tokenizer.
@@ -179,20 +180,20 @@ def held_out(
             if where == "data" or has_held_out(held_out, kinds):
                 log.info("text=%s (held-out documents)", folder)
                 return documents_from_prepared(held_out, kinds=kinds)
-            log.warning("no held-out documents of kinds=%s in %s; the text that ships is used", kinds, folder)
+            log.warning("no held-out documents of kinds=%s in %s; the bundled text is used", kinds, folder)
     bundled = where in (None, "bundled")
     path = asset_dir("bundled") / HELD_OUT if bundled else Path(str(where))
     log.info("text=%s", path)
-    prose = "book" if bundled else "text"  # the excerpt that ships is from novels
+    prose = "book" if bundled else "text"  # the bundled excerpt is from novels
     return documents_from_files(path, tokenizer, kinds=kinds, prose=prose)
 
 
 def texts_of(where: str | None, kinds: Sequence[str]) -> dict[str, str]:
-    """Held-out text by its name; of files of one name in several folders the later ones get a number.
+    """Held-out texts by name; files of the same name in different folders are numbered.
 
     Args:
-        where: a file or folder; None: what ships here.
-        kinds: of text; empty: all.
+        where: a file or folder; None: the bundled text.
+        kinds: kinds of text; empty: all.
 
     Raises:
         DataError: there is no text.
@@ -217,7 +218,9 @@ def _row(number: int, point: Point, prompt: Sequence[int]) -> Example:
 
 
 def _shares(documents: list[HeldOutText], order: list[int], most_in: list[int], count: int) -> list[int]:
-    """Points of each document: kinds in turn, within a kind its documents in turn, none above its room."""
+    """Number of points per document: kinds in turn, within a kind its documents in turn, limited by their
+    room.
+    """
     queues: dict[str, list[int]] = {}
     for index in order:
         queues.setdefault(documents[index].kind, []).append(index)

@@ -1,4 +1,4 @@
-"""QuantSpec's corpora as tasks of `suite=speculation`: documents that fill a prompt of a given length.
+"""QuantSpec's corpora as tasks of `suite=speculation`: documents cut to a given prompt length.
 
 Shapes: T tokens.
 """
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is asked of the documents of a corpus.
+    """A corpus of long documents, and the instruction around each of them.
 
     Args:
-        title: of results.
-        like: the corpus of `data_prep` that is measured; a local file's rows have its columns.
-        lengths: of prompts, as QuantSpec measures.
-        skip: tokens left out at the beginning of a document.
-        head: stands before a document, which is cut where the prompt is full.
-        tail: stands after it.
+        title: title of the results.
+        like: the corpus of `data_prep`; lines of a local file have the same columns.
+        lengths: prompt lengths that QuantSpec measures.
+        skip: tokens skipped at the beginning of a document.
+        head: text before a document, which is cut at the prompt's length.
+        tail: text after the document.
     """
 
     title: str
@@ -50,13 +50,13 @@ class Corpus:
 
 TITLE = "Acceptance on long documents"
 PROMPTS = 11
-"""Documents of each length where `suite.limit` names no other number."""
+"""Documents of each length if `suite.limit` is not set."""
 PUBLISHED = Published(
     TITLE,
     settings={"documents": None, "limit": None, "documents_max_new_tokens": 90, "ignore_eos": True},
     sampled=lambda sampling: (),
 )
-"""What QuantSpec measures, without a chat template. Source: QuantSpec Section 5.1 and its code."""
+"""QuantSpec's measurement settings, without a chat template. Source: QuantSpec Section 5.1 and its code."""
 CORPORA = {
     "pg19": Corpus("Acceptance on PG-19", "pg19_test", (4096, 8192), 8000),
     "infbench_sum": Corpus(
@@ -88,16 +88,17 @@ Source: prompts of HELMET (Yen et al. 2024), as QuantSpec's code shortens them (
 
 
 def task_of(name: str, options: SpeculationSettings, target: Target) -> tuple[Task, list[str]]:
-    """The first documents of a corpus that fill each length, and notes on them.
+    """The first documents of a corpus that are long enough for each length, and notes on them.
 
     Args:
         name: a key of `CORPORA`.
-        options: of the suite. Without `lengths`, QuantSpec's that the target holds are taken.
-        target: its tokenizer writes the prompts, which its window must hold.
+        options: settings of the suite. Without `lengths`, QuantSpec's lengths within the target's window are
+            used.
+        target: its tokenizer encodes the prompts, which must fit its context window.
 
     Raises:
-        ConfigError: a length that the target does not hold.
-        DataError: the text cannot be read, or no document fills a length.
+        ConfigError: a length beyond the target's context window.
+        DataError: the text cannot be read, or no document is long enough.
     """
     corpus, answer = CORPORA[name], options.documents_max_new_tokens
     room = target.info.max_positions - answer
@@ -125,7 +126,7 @@ def task_of(name: str, options: SpeculationSettings, target: Target) -> tuple[Ta
 
 
 def departures_of(name: str, options: SpeculationSettings, sampling: Sampling) -> list[str]:
-    """What a run does otherwise than QuantSpec."""
+    """Departures of a run from QuantSpec's settings."""
     corpus = CORPORA[name]
     asked = vars(options) | {"lengths": options.lengths or corpus.lengths}
     found = replace(PUBLISHED, lengths=corpus.lengths).departures({}, asked, sampling)
@@ -137,7 +138,7 @@ def departures_of(name: str, options: SpeculationSettings, sampling: Sampling) -
 def _prompts(
     corpus: Corpus, where: str, tokenizer: PreTrainedTokenizerBase, *, lengths: Sequence[int], count: int
 ) -> list[tuple[Example, tuple[int, ...]]]:
-    """Rows with their prompts: of each length the first documents that fill it."""
+    """Examples with their prompts: for each length the first documents that are long enough."""
     prefix, tail = tuple(prefix_of(tokenizer)), tuple(plain_ids(tokenizer, corpus.tail))
     found: dict[int, list[tuple[Example, tuple[int, ...]]]] = {length: [] for length in lengths}
     longest = 0
@@ -164,7 +165,7 @@ def _prompts(
 
 
 def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -> list[int]:
-    """Tokens of the head and of the text from its token `skip` on."""
+    """Tokens of the head, then of the text from its token `skip` on."""
     if not skip:
         return plain_ids(tokenizer, head + text)
     return [*plain_ids(tokenizer, head), *plain_ids(tokenizer, text)[skip:]]

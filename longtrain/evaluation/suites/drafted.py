@@ -1,4 +1,4 @@
-"""What suites that measure drafts share: prompts in tokens, the acceptance of drafts, what has none."""
+"""Shared parts of suites that measure drafts: tasks with tokenised prompts, and acceptance summaries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
@@ -18,7 +18,7 @@ from longtrain.evaluation.task import Example, Facet, Task
 from longtrain.systems import System
 
 ACCEPTANCE_SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
-"""Tokens a forward of the target, its own included: 1 for plain decoding."""
+"""The scale of the acceptance length: tokens per forward pass of the target; 1 for plain decoding."""
 
 
 def drafted(
@@ -32,17 +32,17 @@ def drafted(
     template: str = "{document}",
     chat: bool = False,
 ) -> Task:
-    """A task of prompts in tokens whose answers are not scored: what matters is how they are drafted.
+    """Make a task of tokenised prompts whose answers are not scored; only their acceptance is measured.
 
     Args:
-        name: of the task.
-        prompts: rows, each with its prompt.
-        max_new_tokens: most tokens of an answer.
-        ignore_eos: go on past the end of text.
-        facets_of: row -> what figures are split by, `length` among it.
+        name: the task's name.
+        prompts: examples, each with its prompt's token ids.
+        max_new_tokens: the maximum number of tokens of an answer.
+        ignore_eos: continue past the end-of-text token.
+        facets_of: example -> properties by which metrics are split, `length` among them.
         protocol: see `Task`.
-        template: what prompts are, for readers and the protocol.
-        chat: whether the prompts are in the chat template.
+        template: description of the prompts, for readers and the protocol.
+        chat: True if the prompts are in the chat template.
     """
     known = {row.id: tuple(ids) for row, ids in prompts}
     return Task(
@@ -61,32 +61,33 @@ def drafted(
 
 
 def ended(ignore_eos: bool) -> str:
-    """What ends answers, for notes."""
+    """The part of a note that states the end condition of answers."""
     return ", the end of text ignored" if ignore_eos else " or fewer where the text ends"
 
 
 def length_bucket(n_tokens: int) -> int:
-    """The power of two, 1024 or more, that a prompt's length is counted under: the smallest not below it."""
+    """Round a prompt's length up to a power of two, at least 1024."""
     return max(1024, 1 << (n_tokens - 1).bit_length())
 
 
-def tell_of_drafts(suite: Suite, systems: Sequence[System]) -> Suite:
-    """The suite with notes on what has no draft: an acceptance length of 1 is no finding."""
+def note_missing_drafts(suite: Suite, systems: Sequence[System]) -> Suite:
+    """Add notes on systems without a draft to the suite, since their acceptance length of 1 is no result."""
     if not any(system.drafts for system in systems):
         notes = ["no system here has a draft, nothing is measured; pass artifact=DRAFT or method=quantspec"]
     else:
         without = [system.name for system in systems[1:] if not system.drafts]
-        notes = [f"{name} has no draft: its acceptance length says nothing here" for name in without]
+        notes = [f"{name} has no draft: its acceptance length has no meaning here" for name in without]
     return replace(suite, notes=(*notes, *suite.notes))
 
 
 def acceptance_summary(records: ByTask) -> Summary:
-    """Acceptance length of each task and its plain mean; acceptance rates, also by prompt length, beside it.
+    """Acceptance length of each task and its plain mean; acceptance rates, also by prompt length, as extra
+    values.
 
-    Acceptance is pooled over cycles. The rate is QuantSpec's: accepted drafts over drafted levels.
+    Acceptance is pooled over cycles. The rate is QuantSpec's: accepted tokens over drafted tree levels.
 
     Args:
-        records: of one system, by task; without a draft there are no figures.
+        records: records of one system, by task; without a draft the summary is empty.
     """
     pooled = {name: _acceptance_of(some) for name, some in records.items()}
     tasks = {name: found["tau"] for name, found in pooled.items() if found["tau"] is not None}
@@ -100,19 +101,19 @@ def acceptance_summary(records: ByTask) -> Summary:
 
 
 def first_and_others(systems: Sequence[System]) -> list[tuple[str, str]]:
-    """The first system that drafts with each of the others that do."""
+    """Pairs of the first drafting system with each of the other drafting systems."""
     first, *others = [system.name for system in systems if system.drafts]
     return [(first, other) for other in others]
 
 
 def needs_a_draft(suite: Suite, systems: Sequence[System]) -> Suite:
-    """As `tell_of_drafts`, and refuse a run in which nothing drafts.
+    """Like `note_missing_drafts`, but refuse a run without any draft.
 
     Raises:
-        ConfigError: nothing drafts.
+        ConfigError: no system has a draft.
     """
     if any(system.drafts for system in systems):
-        return tell_of_drafts(suite, systems)
+        return note_missing_drafts(suite, systems)
     if len(systems) < 2:
         raise ConfigError(BROUGHT[suite.name])
     raise ConfigError(

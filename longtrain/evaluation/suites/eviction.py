@@ -1,4 +1,5 @@
-"""Accuracy against budget of eviction policies over the same prompts, beside the full cache and an oracle.
+"""Suite `eviction`: accuracy of eviction policies by budget on the same prompts, with the full cache and an
+oracle.
 
 Shapes: L layers, B batch, G KV heads, S prompt tokens.
 """
@@ -18,7 +19,6 @@ from longtrain.evaluation.eviction_prompts import (
     LEAST_QUOTED,
     QUOTED,
     TASKS,
-    Judged,
     Prompt,
     TrueScores,
     agreement,
@@ -27,13 +27,13 @@ from longtrain.evaluation.eviction_prompts import (
     wanted,
 )
 from longtrain.evaluation.prompts import Encoded, chat_note, uses_chat
-from longtrain.evaluation.records import Record, Turn, ids_sha256
-from longtrain.evaluation.suite import Figure, Scale, Suite, mean_summary
+from longtrain.evaluation.records import Record, ids_sha256
+from longtrain.evaluation.suite import Metric, Scale, Suite, mean_summary
 from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.methods import policies
-from longtrain.methods.policies.oracle import ToldOracle
+from longtrain.methods.policies.oracle import QuestionOracle
 from longtrain.settings import Count, CountOrZero, Lengths, one_of
 from longtrain.systems import EVICTOR, Builder, System
 from longtrain.tables import tokens
@@ -47,12 +47,13 @@ if TYPE_CHECKING:
 
 ORACLE = "oracle"
 QUESTIONS = ("prompt", "after")
-FIGURES = (
-    Figure("of the full cache", "score", kind="quotient"),
-    Figure("cache before", "full_cache_bytes", kind="mean", unit="bytes"),
-    Figure("cache", "cache_bytes", kind="mean", unit="bytes"),
-    *(Figure(f"recall@{k}", f"recall@{k}", kind="mean") for k in RECALLS),
-    Figure("Kendall τ", "rank_tau", kind="mean"),
+METRICS = (
+    Metric("exact match", "exact", kind="wilson"),
+    Metric("of the full cache", "score", kind="quotient"),
+    Metric("cache before", "full_cache_bytes", kind="mean", unit="bytes"),
+    Metric("cache", "cache_bytes", kind="mean", unit="bytes"),
+    *(Metric(f"recall@{k}", f"recall@{k}", kind="mean") for k in RECALLS),
+    Metric("Kendall τ", "rank_tau", kind="mean"),
 )
 
 
@@ -66,7 +67,6 @@ class EvictionSettings:
     max_new_tokens: Count
     oracle: bool = True
     question: one_of(QUESTIONS) = "prompt"  # type: ignore[valid-type]
-    samples: Count = 1
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
     chat: bool | None = None
@@ -74,7 +74,6 @@ class EvictionSettings:
     rank_skip: CountOrZero = 32
     time_prompts: CountOrZero = 4
     time_batch: Count = 1
-    cost: Any = None
 
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
@@ -87,12 +86,12 @@ class EvictionSettings:
 
 @dataclass(frozen=True, eq=False)
 class EvictionTask(Task):
-    """The prompts of one length; the kinds of questions are in turn.
+    """The prompts of one length; the kinds of questions alternate.
 
     Args:
-        prompts: of each row.
-        truth: true scores that a policy's are compared with.
-        rank_prompts: how many prompts are.
+        prompts: the prompt of each example.
+        truth: true scores to compare a policy's scores with.
+        rank_prompts: number of prompts whose scores are compared.
     """
 
     prompts: tuple[Prompt, ...] = field(default=(), repr=False)
@@ -104,7 +103,7 @@ class EvictionTask(Task):
         return self.prompts[int(example.fields["number"])]
 
     def sequence_id(self, example: Example) -> int:
-        """The number of the prompt."""
+        """The number of the prompt, as the key of its random numbers."""
         return int(example.fields["number"])
 
     def answer_ids(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
@@ -112,33 +111,31 @@ class EvictionTask(Task):
         return self.of(example).answer_ids
 
     def score(self, text: str, example: Example) -> float | None:
-        """RULER's string match; continuations wait for the full cache's (`related`)."""
+        """RULER's string match; continuations are scored against the full cache's by `related`."""
         prompt = self.of(example)
         return None if prompt.task == CONTINUE else judge(prompt, text).share
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Whether the answer is what was asked for and nothing else."""
+        """`exact`: 1 if the answer is the expected one and nothing else."""
         prompt = self.of(example)
         return {"exact": 0.0 if prompt.task == CONTINUE else float(judge(prompt, text).exact)}
 
     def related(self, record: Record, full: Record, example: Example) -> Record:
-        """Continuations are judged by the full cache's own tokens."""
+        """Score a continuation by the full cache's own tokens."""
         if self.of(example).task != CONTINUE:
             return record
-        found = [
-            agreement(a[-1].tokens, b[-1].tokens) for a, b in zip(*map(_samples, (record, full)), strict=True)
-        ]
-        exact, share = (_mean(found, key) for key in ("exact", "share"))
-        return replace(record, score=share, measures={**(record.measures or {}), "exact": exact})
+        found = agreement(record.turns[-1].tokens, full.turns[-1].tokens)
+        measures = {**(record.measures or {}), "exact": float(found.exact)}
+        return replace(record, score=float(found.share), measures=measures)
 
     def compares_scores(self, examples: Sequence[Example]) -> bool:
-        """Whether one of the prompts is among the first."""
+        """True if one of the prompts is among the first `rank_prompts`."""
         return self.truth is not None and any(e.fields["number"] < self.rank_prompts for e in examples)
 
     def compare_scores(
         self, target: Target, examples: Sequence[Example], prompts: Sequence[Encoded], s_LBGS: Tensor
     ) -> list[dict[str, float]]:
-        """Recall and rank correlation of the first prompts."""
+        """Recall and rank correlation of the first prompts' scores."""
         assert self.truth is not None
         answers = [self.of(example).answer_ids for example in examples]
         found = self.truth.compare(target, prompts, answers, s_LBGS)
@@ -149,17 +146,13 @@ class EvictionTask(Task):
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each prompt length. The seed is that of prompts.
+    """One task for each prompt length. The seed determines the prompts.
 
     Raises:
-        ConfigError: a wrong setting, or a length that the target's context or a task does not hold.
-        DataError: no text, or too little for `continue`.
+        ConfigError: a wrong setting, or a length that does not fit the target's context window or the task.
+        DataError: there is no text, or too little for `continue`.
     """
     asked = settings_of(EvictionSettings, settings)
-    if sampling.greedy and asked.samples > 1:
-        raise ConfigError(
-            f"suite.samples={asked.samples} greedy answers are the same; set decode.temperature above 0"
-        )
     check_lengths(asked.lengths, asked.max_new_tokens, target)
     prompts = make_prompts(
         target,
@@ -175,7 +168,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
     def oracle(budget: Budget) -> Evictor:
         return (
-            ToldOracle(budget)
+            QuestionOracle(budget)
             if told
             else policies.get("oracle", budget=budget, n_tokens=asked.max_new_tokens)
         )
@@ -188,7 +181,6 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     if asked.oracle and asked.rank_prompts:
         truth = TrueScores(lambda: oracle(Budget(ratio=1.0)), asked.max_new_tokens, asked.rank_skip)
     name = "agreement with the full cache" if agreeing else "string match"
-    exact = Figure("exact match", "exact", kind="pooled" if asked.samples > 1 else "wilson")
     return Suite(
         str(settings["name"]),
         tuple(_task(target, length, some, asked, seed, truth) for length, some in prompts.items()),
@@ -197,7 +189,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         title="Eviction",
         notes=_notes(asked, target),
         needs=frozenset({EVICTOR}),
-        figures=(exact, *FIGURES),
+        metrics=METRICS,
         solvable=not agreeing,
         own_systems=own_systems,
         rivals=artifacts_and_policies,
@@ -219,7 +211,7 @@ def _task(
         return prompts[int(row.fields["number"])]
 
     def written(row: Example) -> Encoded:
-        """The prompt, or its context with the question to be read after eviction."""
+        """The encoded prompt, or its context with the question to be read after eviction."""
         if asked.question == "after":
             return Encoded(of(row).context, after=of(row).question)
         return Encoded(of(row).whole)
@@ -232,7 +224,6 @@ def _task(
         "string_match_all",
         None,
         chat=asks and uses_chat(tokenizer, asked.chat),
-        samples=asked.samples,
         protocol={
             "lengths": [length],
             "question": asked.question,
@@ -250,7 +241,7 @@ def _task(
 
 
 def artifacts_and_policies(systems: Sequence[System]) -> list[tuple[str, str]]:
-    """Each artifact with each policy at the same budget."""
+    """Pairs of each artifact with each policy at the same budget."""
     pairs = [(a, b) for a in systems for b in systems if (a.kind, b.kind) == ("artifact", "policy")]
     return [(a.name, b.name) for a, b in pairs if a.budget == b.budget]
 
@@ -260,41 +251,33 @@ def _row(number: int, prompt: Prompt) -> Example:
     return Example(f"{number:04d}", {**fields, "sha256": ids_sha256(prompt.whole)})
 
 
-def _samples(record: Record) -> list[tuple[Turn, ...]]:
-    return [record.turns, *record.samples]
-
-
-def _mean(found: Sequence[Judged], key: str) -> float:
-    return sum(float(getattr(one, key)) for one in found) / len(found)
-
-
 def _notes(asked: EvictionSettings, target: Target) -> list[str]:
-    notes = [f"{', '.join(asked.tasks)} in equal parts; budgets count rows of each layer and KV head"]
+    notes = [f"{', '.join(asked.tasks)} in equal parts; budgets count KV entries of each layer and KV head"]
     if set(asked.tasks) != {CONTINUE}:
         tokenizer = target.require_tokenizer()
         notes += [chat_note(tokenizer, asked.chat), f"questions {wording_of(tokenizer).about}"]
         notes.append(
             "questions stand at the end of the prompt, seen by every policy"
             if asked.question == "prompt"
-            else "questions are read after eviction, seen by none of the policies (the oracle is told the "
+            else "questions are read after eviction, seen by none of the policies (the oracle reads the "
             "question and its answer)"
         )
     notes += _marks(asked)
     if asked.oracle and asked.rank_prompts:
         notes.append(
             f"recall and Kendall τ: neither side pooled, without the last {asked.rank_skip} positions, which "
-            "windows hold unscored; scores that depend on the budget are those of the first one"
+            "windows keep without scores; scores that depend on the budget are those of the first one"
         )
         if asked.question == "after":
             notes.append(
-                "the true scores are those of the answer's rows alone; modules trained with "
-                "method.response=question_answer foretell the rows of question and answer together"
+                "the true scores are those of the answer's tokens only; modules trained with "
+                "method.response=question_answer predict those of question and answer together"
             )
     return notes
 
 
 def _marks(asked: EvictionSettings) -> list[str]:
-    """What the score and the exact match of each kind of task mean."""
+    """Notes on the meaning of the score and of the exact match for each kind of task."""
     score, exact = [], []
     if {*asked.tasks} - {CONTINUE, "quote"}:
         score.append("of the values asked for those that stand in the answer, as in RULER")

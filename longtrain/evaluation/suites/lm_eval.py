@@ -1,8 +1,8 @@
-"""lm-evaluation-harness as a suite: any of its tasks on our systems, with its own prompts and metrics.
+"""Suite `lm_eval`: tasks of lm-evaluation-harness run on our systems, with lm-eval's own prompts and metrics.
 
-lm-eval writes the requests; they are run here as examples like those of any other suite; the answers go back
-to lm-eval, which gives the figures. The context of a likelihood request is read into the system's cache, and
-evicted or quantised there, before its continuation is scored.
+lm-eval creates the requests; they are run here like examples of any other suite; the answers go back
+to lm-eval, which computes the scores. The context of a likelihood request is prefilled into the system's
+cache, and evicted or quantised there, before its continuation is scored.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -51,27 +51,27 @@ class LmEvalSettings:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequests(Task):
-    """The requests of a task that generates text. A row is one request, or one of its repeats.
+    """The requests of a generation task. An example is one request, or one of its repeats.
 
     Args:
-        library: the task as lm-eval has it.
-        model: encodes prompts.
+        library: lm-eval's task object.
+        model: the adapter that encodes prompts.
     """
 
     library: Any = field(kw_only=True, repr=False)
     model: Any = field(kw_only=True, repr=False)
 
     def encode(self, example: Example, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> Encoded:
-        """The prompt as lm-eval writes it; one that is too long loses its beginning, as in lm-eval."""
+        """Encode a prompt exactly as lm-eval does; one that is too long loses its beginning."""
         ids = self.model.tok_encode(example.fields["prompt"])
         return Encoded(tuple(ids[-max_tokens:]), len(ids) > max_tokens)
 
     def answer(self, text: str) -> str:
-        """A generated text as lm-eval takes it."""
+        """Cut a generated text at the stop strings, as lm-eval does."""
         return lm_harness.cut_answer(text, self.stop_strings)
 
     def score(self, text: str, example: Example) -> float | None:
-        """The document's value in the task's first metric; None where the document has several requests."""
+        """The document's value of the task's first metric; None if the document has several requests."""
         if not example.fields["alone"]:
             return None
         request = self.library.instances[example.fields["request"]]
@@ -80,14 +80,14 @@ class GenerationRequests(Task):
 
 @dataclass(frozen=True, eq=False)
 class LikelihoodRequests(Measured):
-    """The requests of a task that scores given text. A row is a document with all its requests.
+    """The requests of a task that scores given text. An example is a document with all its requests.
 
     Args:
-        name: of the task.
-        rows: the documents.
-        library: the task as lm-eval has it.
-        model: encodes requests.
-        protocol: JSON values that the figures follow from.
+        name: the task's name.
+        rows: the examples, one per document.
+        library: lm-eval's task object.
+        model: the adapter that encodes requests.
+        protocol: JSON values that determine the scores.
     """
 
     name: str
@@ -97,7 +97,7 @@ class LikelihoodRequests(Measured):
     protocol: Mapping[str, Any] = field(default_factory=dict)
 
     def size(self, example: Example) -> int:
-        """Characters of all requests."""
+        """Number of characters of all requests."""
         return len(json.dumps(example.fields["requests"]))
 
     def settings(self) -> dict[str, Any]:
@@ -106,7 +106,9 @@ class LikelihoodRequests(Measured):
         return {"task": self.name, "protocol": dict(self.protocol), **rows}
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """Request i of a document gives `loglikelihood_i` and `greedy_i`; lengths are means over contexts."""
+        """Request i of a document gives `loglikelihood_i` and `greedy_i`; cache sizes are means over
+        contexts.
+        """
         places, contexts, scored = [], [], []
         for number, example in enumerate(examples):
             for at, request in enumerate(example.fields["requests"]):
@@ -129,11 +131,11 @@ class LikelihoodRequests(Measured):
                 greedy = one.likeliest == one.tokens
                 measures[f"greedy_{at}"] = greedy and measures.get(f"greedy_{at}", True)
                 measures["context_tokens"] += len(context) * share
-                measures["kept_rows"] += one.kept_rows * share
+                measures["kept_entries"] += one.kept_entries * share
         return [dict(measures) for measures in found]
 
     def answers(self, measures: Mapping[str, float], example: Example) -> list[Any]:
-        """What lm-eval is told of each request of a document."""
+        """The answers to each request of a document, in lm-eval's form."""
         found = [
             (measures[f"loglikelihood_{at}"], bool(measures[f"greedy_{at}"]))
             for at in range(len(example.fields["requests"]))
@@ -141,19 +143,19 @@ class LikelihoodRequests(Measured):
         return [one[0] for one in found] if example.fields["rolling"] else found
 
     def score(self, measures: Mapping[str, float], example: Example) -> float | None:
-        """The document's value in the task's first metric."""
+        """The document's value of the task's first metric."""
         requests = [self.library.instances[one["request"]] for one in example.fields["requests"]]
         return lm_harness.score(self.library, requests, self.answers(measures, example))
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each of lm-eval's that `suite.tasks` names, the tasks of a group one by one.
+    """One task for each lm-eval task that `suite.tasks` names, with groups expanded.
 
-    Few-shot examples are drawn with lm-eval's own seeds. A task's own temperature goes before the run's, and
+    Few-shot examples are drawn with lm-eval's own seeds. A task's own temperature overrides the run's, and
     lm-eval's default is greedy.
 
     Raises:
-        ConfigError: a wrong setting, or a task that does not exist or cannot be run.
+        ConfigError: a wrong setting, or a task that does not exist or cannot run.
         DataError: the data of a task cannot be read.
     """
     options = settings_of(LmEvalSettings, settings)
@@ -172,7 +174,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         notes.append(f"{options.fewshot} solved examples in a prompt, where the task does not forbid them")
     if options.chat:
         notes.append("requests in the chat template")
-    notes += [f"{name}: {','.join(lm_harness.main_figure(task))}" for name, task in library.tasks.items()]
+    notes += [f"{name}: {','.join(lm_harness.main_metric(task))}" for name, task in library.tasks.items()]
 
     def summarise(records: ByTask) -> Summary:
         answers: dict[Any, list[Any]] = defaultdict(list)
@@ -183,13 +185,13 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         if any(len(answers[lm_harness.key_of(one)]) < (one.repeats or 1) for one in requests):
             return Summary()
         found = library.aggregate(lm_harness.RecordedModel(target, answers))
-        figures = {}
+        metrics = {}
         for name, task in library.tasks.items():
-            value = found["results"][name].get(",".join(lm_harness.main_figure(task)))
+            value = found["results"][name].get(",".join(lm_harness.main_metric(task)))
             scored = any(record.score is not None for record in records[name])
             if isinstance(value, int | float):
-                figures[name] = round(100 * value, 2) if scored else round(float(value), 4)
-        return Summary(tasks=figures, extra={"lm_eval": found})
+                metrics[name] = round(100 * value, 2) if scored else round(float(value), 4)
+        return Summary(tasks=metrics, extra={"lm_eval": found})
 
     generates = any(isinstance(task, Task) for task in tasks)
     needs = frozenset({EVICTOR, DRAFT, SELECTOR} if generates else {EVICTOR})
@@ -207,10 +209,10 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | Measured:
-    """An lm-eval task as one of ours.
+    """Convert an lm-eval task to a `Task` or `Measured`.
 
     Raises:
-        ConfigError: requests of several kinds, or answers that do not fit the target's window.
+        ConfigError: the task mixes kinds of requests, or answers do not fit the target's context window.
     """
     kinds = {request.request_type for request in task.instances}
     if len(kinds) != 1:
@@ -273,14 +275,14 @@ def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | M
         max_prompt_tokens=room,
         protocol=protocol,
         expected=lambda row: [str(task.doc_to_target(task.instances[row.fields["request"]].doc))],
-        temperature_of=lambda row: float(row.fields["temperature"]),
+        temperature=float(how.get("temperature") or 0.0),
         library=task,
         model=model,
     )
 
 
 def _answers(task: Any, records: Sequence[Record]) -> list[tuple[Any, Any]]:
-    """Each request's key with its answer, repeats in their order."""
+    """Each request's key with its answer, repeats in order."""
     known, found = {record.example: record for record in records}, []
     for row in task.rows:
         if (record := known.get(row.id)) is None:

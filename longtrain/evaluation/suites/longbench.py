@@ -1,4 +1,4 @@
-"""LongBench as a suite: its 16 English tasks with their official settings and scores."""
+"""Suite `longbench`: LongBench's 16 English tasks with their official settings and scores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import DataError
 from longtrain.evaluation.longbench_rows import TEMPLATES, published, read_tasks, unlike_published
-from longtrain.evaluation.metrics.longbench import classification, count, edit_similarity, retrieval, token_f1
-from longtrain.evaluation.metrics.rouge import rouge_l
 from longtrain.evaluation.published import Published
+from longtrain.evaluation.scoring.longbench import classification, count, edit_similarity, retrieval, token_f1
+from longtrain.evaluation.scoring.rouge import rouge_l
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites.shared import prompts_up_to, settings_of
 from longtrain.evaluation.task import Example, Task
@@ -28,7 +28,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "retrieval": retrieval,
     "edit_similarity": edit_similarity,
 }
-"""Metrics of a prediction and an answer; `classification` also needs the classes."""
+"""Name -> metric of a prediction and an answer; `classification` also needs the classes."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class LongBenchSpec:
     """The official settings of a task.
 
     Args:
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: the maximum number of tokens of an answer.
         metric: one of `METRICS`, or `classification`.
         rows: number of published examples.
-        chat: whether chat models get the prompt in their template. The few-shot and code tasks are better off
-            without, says the official runner.
-        first_line: whether only the first line of an answer counts, leading line breaks dropped.
+        chat: True if chat models get the prompt in their template. According to the official runner, the
+            few-shot and code tasks work better without.
+        first_line: score only the first line of an answer, leading line breaks dropped.
         stops: see `Task`.
         min_new_tokens: see `Task`.
     """
@@ -73,7 +73,7 @@ SPECS = {
     "lcc": LongBenchSpec(64, "edit_similarity", rows=500, chat=False),
     "repobench-p": LongBenchSpec(64, "edit_similarity", rows=500, chat=False),
 }
-"""Task -> settings, in the order of the paper's tables.
+"""Task -> official settings, in the order of the paper's tables.
 
 Source: LongBench, config/dataset2maxlen.json, eval.py (`dataset2metric`, `scorer`) and pred.py.
 """
@@ -83,8 +83,8 @@ PUBLISHED = Published(
     "LongBench", tasks={name: spec.rows for name, spec in SPECS.items()}, settings={"chat": True}
 )
 
-COPY = "rows of a copy: tasks, counts, ids, lengths and the answers that are known are those published"
-"""Said of rows that do not come from the authors' data set: no hash of its files is published."""
+COPY = "examples of a copy: tasks, counts, ids, lengths and the answers that are known are those published"
+"""Note for examples that do not come from the authors' data set: no hash of its files is published."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class LongBenchSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The tasks that `suite.tasks` names, of the rows at `suite.data`.
+    """The tasks named by `suite.tasks`, with the examples at `suite.data`.
 
     The official runner cuts prompts that are too long for a model; such a run is a variant here, since its
-    figures are those of the model's window too.
+    scores also depend on the model's context window.
 
     Raises:
         ConfigError: a wrong setting.
@@ -123,14 +123,14 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
     def summarise(records: ByTask) -> Summary:
         marks = {name: [float(record.score or 0.0) for record in some] for name, some in records.items()}
-        figures = {name: task_score(some) for name, some in marks.items()}
-        average = round(sum(figures.values()) / len(figures), 2)
+        metrics = {name: task_score(some) for name, some in marks.items()}
+        average = round(sum(metrics.values()) / len(metrics), 2)
         cut = any(record.cut for some in records.values() for record in some)
         extra = {
             "whole": not (departures or cut),
             "rows_published": {name: SPECS[name].rows for name in marks},
         }
-        return Summary(tasks=figures, average=average, extra=extra)
+        return Summary(tasks=metrics, average=average, extra=extra)
 
     return Suite(
         "longbench",
@@ -143,7 +143,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def make_task(name: str, rows: tuple[Example, ...], *, chat: bool = True) -> Task:
-    """A task on rows; classes are those of the last row, as the official scorer takes them."""
+    """Make a task from examples; the classes are those of the last example, as in the official scorer."""
     spec = SPECS[name]
     return Task(
         name,
@@ -160,7 +160,7 @@ def make_task(name: str, rows: tuple[Example, ...], *, chat: bool = True) -> Tas
 
 
 def judge_of(spec: LongBenchSpec, classes: Sequence[str]) -> Callable[[str, Example], float]:
-    """The scorer of a task: post-processing, then the best metric over the answers (0 if there is none)."""
+    """The scorer of a task: post-processing, then the best metric over the answers (0 without answers)."""
 
     def compare(prediction: str, answer: str) -> float:
         if spec.metric == "classification":
@@ -179,7 +179,7 @@ def task_score(scores: Sequence[float]) -> float:
     """A task's score: 100 times the mean over its examples, rounded to 2 digits.
 
     Raises:
-        DataError: no example.
+        DataError: there is no example.
 
     Source: LongBench, eval.py, `scorer`; summed from left to right as there.
     """
@@ -192,18 +192,18 @@ def task_score(scores: Sequence[float]) -> float:
 
 
 def _unlike_published(tasks: Mapping[str, Sequence[Example]]) -> list[str]:
-    """A note on rows of a copy that are not recognised, and one on rows that are there twice."""
+    """Notes on examples of a copy that are not the published ones, and on duplicate examples."""
     notes = []
     found = [note for name, rows in tasks.items() for note in unlike_published(name, rows)]
     if found:
         more = f" and {len(found) - 1} more signs" if len(found) > 1 else ""
-        notes.append(f"rows that are not recognised as the published ones: {found[0]}{more}")
+        notes.append(f"examples that are not recognised as the published ones: {found[0]}{more}")
     if twice := sum(_repeated(rows) for rows in tasks.values()):
-        notes.append(f"rows that repeat one before them: {twice}")
+        notes.append(f"examples that repeat an earlier one: {twice}")
     return notes
 
 
 def _repeated(rows: Sequence[Example]) -> int:
-    """How many rows have the question, context and answers of another one before them."""
+    """The number of examples that repeat the question, context and answers of an earlier one."""
     seen = {json.dumps([row.fields[key] for key in ("input", "context", "answers")]) for row in rows}
     return len(rows) - len(seen)

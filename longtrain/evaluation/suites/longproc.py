@@ -1,4 +1,4 @@
-"""LongProc's html_to_tsv as a suite: tables to be written out of web pages, in three output lengths."""
+"""Suite `longproc`: LongProc's html_to_tsv, tables to extract from web pages, in three output lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.published import Published
+from longtrain.evaluation.scoring.longproc import html_to_tsv
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.suites.shared import distinct, prompts_up_to, read_rows, settings_of
 from longtrain.evaluation.task import Example, Task
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 MAX_NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
-"""Length group -> most tokens of an answer."""
+"""Length group -> the maximum number of tokens of an answer."""
 
 PUBLISHED = Published(
     "LongProc html_to_tsv",
@@ -29,14 +29,14 @@ PUBLISHED = Published(
     sha256={"html_to_tsv_0.5k": "e5b24a7df041466270d163f377d0a02094946abead5685f41a1f109243ee39ff"},
     settings={"chat": True},
 )
-"""The hash is that of rows with their filled prompts (princeton-pli/LongProc, commit 78e873ae)."""
+"""The hash covers examples with their filled prompts (princeton-pli/LongProc, commit 78e873ae)."""
 
 if TYPE_CHECKING:
     Groups = tuple[str, ...]
 else:
     Groups = some_of(MAX_NEW_TOKENS)
 
-UNVERIFIED = "the rows of {} are not compared with the published ones, those of 0.5k are"
+UNVERIFIED = "the examples of {} are not compared with the published ones, those of 0.5k are"
 
 FIELDS = {"task_id": (str,), "gt": (str,)}
 FILLED = ("html_path", "task_topic", "task_description", "tsv_header", "filtering_instruction")
@@ -46,7 +46,7 @@ TEMPLATES = "prompts.yaml"
 
 @dataclass(frozen=True)
 class LongProcSettings:
-    """The keys of conf/suite/longproc.yaml that are this suite's own."""
+    """The suite's own keys in conf/suite/longproc.yaml."""
 
     data: Text | None
     groups: Groups
@@ -56,7 +56,7 @@ class LongProcSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The length groups that `suite.groups` names, of the rows at `suite.data`.
+    """The length groups named by `suite.groups`, with the examples at `suite.data`.
 
     Raises:
         ConfigError: a wrong setting, or prompts or answers longer than the target's window.
@@ -65,8 +65,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     own = settings_of(LongProcSettings, settings)
     if own.data is None:
         raise ConfigError(
-            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data "
-            "of github.com/princeton-pli/LongProc with web pages unpacked, or a file of rows with 'prompt'"
+            "suite.data=null, and LongProc's examples come from there; pass suite.data=FOLDER, the folder "
+            "data of github.com/princeton-pli/LongProc with web pages unpacked, or a file of examples with "
+            "'prompt'"
         )
     alone = len(own.groups) == 1
     tasks = [
@@ -93,34 +94,35 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, ...]:
-    """The rows of a length group.
+    """Read the examples of a length group.
 
     Args:
         where: a folder with `html_to_tsv_GROUP.json` or `.jsonl` (plain, .xz or .gz; its name may begin with
             more, and it may lie in `html_to_tsv` below the folder, as in LongProc's own data), one such file,
-            or `hub:ORG/NAME/FILE`. Rows have `task_id`, `gt` and `prompt`; rows of LongProc's own files have
+            or `hub:ORG/NAME/FILE`. Examples have `task_id`, `gt` and `prompt`; those in LongProc's own files
+            have
             no prompt: it is filled from `prompts.yaml` and the web page at `html_path`, both beside the file.
         group: `0.5k`, `2k` or `8k`.
-        alone: whether no other group is read. One file for several groups must say of each row which it
-            belongs to (`output_length_group`).
+        alone: True if no other group is read. One file for several groups must state for each example to
+            which it belongs to (`output_length_group`).
 
     Raises:
-        ConfigError: nothing is there.
-        DataError: no such group in the file, or a field is missing.
+        ConfigError: the path does not exist.
+        DataError: the file has no such group, or a field is missing.
     """
     file = _file(where, group)
     rows = read_rows(str(file), PUBLISHED.title, FIELDS)
     if not alone and local_file(where).is_file() and any(GROUP not in row for row in rows):
         raise DataError(
-            f"{file} has rows without the field '{GROUP}', so they cannot be told apart by output length; "
+            f"{file} has examples without the field '{GROUP}', so their output lengths are unknown; "
             "pass the one that all have, as in suite.groups=[2k], or a folder with a file of each"
         )
     of_group = [row for row in rows if str(row.get(GROUP, group)) == group]
     if not of_group:
         there = sorted({str(row[GROUP]) for row in rows})
         raise DataError(
-            f"{file} holds rows of the output length {', '.join(there)} and none of {group}; pass "
-            f"suite.groups=[{','.join(there)}], or add the rows of {group}"
+            f"{file} has examples of the output length {', '.join(there)} and none of {group}; pass "
+            f"suite.groups=[{','.join(there)}], or add examples of {group}"
         )
     found = []
     for id_, row in zip(distinct(row["task_id"] for row in of_group), of_group, strict=True):
@@ -155,14 +157,14 @@ def _file(where: str, group: str) -> Path:
 
 
 def _filled(row: Mapping[str, Any], file: Path) -> str:
-    """The prompt of a row of LongProc's own files."""
+    """Fill the prompt of an example from LongProc's own files."""
     import yaml
 
     missing = [field for field in FILLED if not isinstance(row.get(field), str)]
     if missing:
         raise DataError(
-            f"{file}: {row['task_id']} has neither 'prompt' nor a text '{missing[0]}'; a row has a prompt, "
-            f"or {', '.join(FILLED)}"
+            f"{file}: {row['task_id']} has neither 'prompt' nor a text '{missing[0]}'; an example has a "
+            f"prompt, or {', '.join(FILLED)}"
         )
     template, page = file.parent / TEMPLATES, file.parent / row["html_path"]
     for needed in (template, page):

@@ -1,4 +1,4 @@
-"""Needle grids as a suite: a value hidden at a stated depth of held-out text, scored as RULER does."""
+"""Suite `needle`: a value hidden at a given depth of held-out text, scored as in RULER."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from longtrain.data.retrieval.synthetic import RetrievalWriter, TextStream
 from longtrain.data.retrieval.wording import Wording, wording_of
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import plain_ids
-from longtrain.evaluation.metrics.ruler import clean, match_all
 from longtrain.evaluation.prompts import Encoded, chat_ids, chat_note, uses_chat
 from longtrain.evaluation.published import not_greedy
-from longtrain.evaluation.suite import Figure, Suite
+from longtrain.evaluation.scoring.ruler import clean, match_all
+from longtrain.evaluation.suite import Metric, Suite
 from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Task
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"\d+")
 LISTED = re.compile(r"^\s*\d{1,2}[.)]\s+", re.MULTILINE)
-"""The place of a line in a numbered list, which is no number of the answer."""
+"""Matches the number of an item in a numbered list, which is not a number of the answer."""
 HIDDEN = "One of the special magic numbers for KEY is: VALUE."
-"""What stands in the text; `data/retrieval/wording.py` has the words around it."""
+"""The hidden sentence; `data/retrieval/wording.py` has the text around it."""
 
 KEPT = 64
-"""Prompts kept in memory between encoding and scoring."""
+"""Number of prompts cached between encoding and scoring."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,29 @@ class NeedleSettings:
 
 @dataclass(frozen=True)
 class NeedleTask(Task):
-    """The prompts of one count of needles: the value must stand in the answer, as RULER has it."""
+    """The prompts with a given number of needles: the value must occur in the answer, as in RULER."""
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """Whether the answer has the value and no other number."""
+        """`exact`: 1 if the answer contains the value and no other number."""
         return {"exact": float(numbers_in(text) == self.references(example))}
 
 
 def numbers_in(text: str) -> list[str]:
-    """The numbers of an answer, in their order; those of list items are none."""
+    """The numbers of an answer in order, except those of list items."""
     return NUMBER.findall(LISTED.sub("", text))
 
 
 def prompt_writer(target: Target, texts: Mapping[str, str], *, chat: bool | None = None) -> RetrievalWriter:
-    """A writer of retrieval prompts into texts, in the target's own tokens, words and chat format.
+    """A writer of retrieval prompts for the target's tokenizer, vocabulary and chat format.
 
     Args:
-        target: that reads the prompts.
-        texts: name -> text to write into.
-        chat: whether in the chat template; None: if the tokenizer has one.
+        target: the target that reads the prompts.
+        texts: name -> text to hide needles in.
+        chat: use the chat template; None: if the tokenizer has one.
 
     Raises:
-        ConfigError: the target has no tokenizer, or no chat template where one is asked for.
-        DataError: no text.
+        ConfigError: the target has no tokenizer, or `chat` is True and it has no chat template.
+        DataError: there is no text.
     """
     tokenizer = target.require_tokenizer()
     if not any(texts.values()):
@@ -97,13 +97,13 @@ def prompt_writer(target: Target, texts: Mapping[str, str], *, chat: bool | None
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for every count of needles, each over the grid of `suite.lengths` and `suite.depths`.
+    """One task for each number of needles, over the grid of `suite.lengths` and `suite.depths`.
 
-    The seed is that of keys, values, places and text.
+    The seed determines keys, values, positions and text.
 
     Raises:
-        ConfigError: a wrong setting, a length beyond the target's window or too short for its needles.
-        DataError: no text to hide needles in.
+        ConfigError: a wrong setting, or a length beyond the target's window or too short for its needles.
+        DataError: there is no text to hide needles in.
     """
     asked = settings_of(NeedleSettings, settings)
     check_lengths(asked.lengths, asked.max_new_tokens, target)
@@ -140,7 +140,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     shortest = asked.lengths[0]
     for row in (row for task in tasks for row in task.rows if row.fields["length"] == shortest):
         try:
-            of(row)  # a length that cannot hold the needles is refused before anything runs
+            of(row)  # refuse lengths that cannot hold the needles before anything runs
         except ConfigError as error:
             raise ConfigError(
                 f"suite.lengths holds {shortest} and suite.needles {row.fields['needles']}: {error}"
@@ -150,16 +150,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         tasks,
         title="Needle grid",
         notes=[*not_greedy(sampling), chat_note(tokenizer, asked.chat), writer.wording.about],
-        figures=(
-            Figure("share of full", "score", kind="quotient", unit="percent", plotted=True),
-            Figure("that number and no other", "exact", kind="wilson", unit="percent"),
+        metrics=(
+            Metric("share of full", "score", kind="quotient", unit="percent", plotted=True),
+            Metric("that number and no other", "exact", kind="wilson", unit="percent"),
         ),
         solvable=True,
     )
 
 
 def _template(wording: Wording) -> str:
-    """What a prompt says, for readers."""
+    """The wording of a prompt, for readers."""
     words = wording.hidden(single=wording.singular == 1)
     intro, ask, answer = (text.format(key=" KEY").strip("\n") for text in vars(words).values())
     begun = f" ...{answer}" if wording.always_begun else ""

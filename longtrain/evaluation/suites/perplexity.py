@@ -1,4 +1,5 @@
-"""Perplexity as a suite: sliding windows over corpora, each context evicted before its tokens are scored.
+"""Suite `perplexity`: sliding windows over corpora; each context is evicted before its next tokens are
+scored.
 
 Shapes: T tokens.
 """
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 JOINS = {"wikitext2": "\n\n", "c4": " "}
-"""Corpus -> what its texts are joined by, as in published figures; texts of others are read alone."""
+"""Corpus -> separator by which its texts are joined, as in published results; other corpora are
+not joined.
+"""
 ROWS = {"c4": 1100}
-"""Corpus -> texts that published figures take; others: all."""
+"""Corpus -> number of texts used by published results; other corpora are used in full."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,13 @@ class PerplexitySettings:
 
 @dataclass(frozen=True)
 class Text:
-    """An entry of `suite.texts`; its key `from` is called `where` here.
+    """An entry of `suite.texts`; its key `from` is the field `where`.
 
     Args:
-        where: see `corpora.texts`, or a folder of prepared data.
-        join: put between texts that are read as one; None: each is read alone.
-        limit: most texts; None: all.
-        name: of the task; None: that of the file or corpus.
+        where: a place as in `corpora.texts`, or a folder of prepared data.
+        join: the separator between texts that are joined into one; None: each text is separate.
+        limit: the maximum number of texts; None: all.
+        name: the task's name; None: that of the file or corpus.
     """
 
     where: Word
@@ -75,12 +78,13 @@ class Windows(Measured):
     """The windows of a corpus.
 
     Args:
-        name: of the corpus.
-        rows: a window each: `text` (its number), `begin`, `first`, `end` (see `perplexity.Span`), `bytes`.
-        ids: tokens of each text.
-        window: tokens of a window.
-        stride: tokens scored in each but a text's first.
-        whole: whether every token of the corpus is scored.
+        name: the corpus's name.
+        rows: examples, one per window: `text` (its number), `begin`, `first`, `end` (see
+            `perplexity.TextWindow`), `bytes`.
+        ids: token ids of each text.
+        window: number of tokens of a window.
+        stride: tokens scored in each window but a text's first.
+        whole: True if every token of the corpus is scored.
     """
 
     name: str
@@ -91,7 +95,7 @@ class Windows(Measured):
     whole: bool
 
     def size(self, example: Example) -> int:
-        """Tokens of the window's context."""
+        """Number of tokens of the window's context."""
         return int(example.fields["first"] - example.fields["begin"])
 
     def settings(self) -> dict[str, Any]:
@@ -110,7 +114,7 @@ class Windows(Measured):
         }
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """`nats` of `tokens` and their `bytes`; `context_tokens` before them, `kept_rows` of these."""
+        """`nats`, `tokens` and `bytes` of the scored tokens; `context_tokens` and their `kept_entries`."""
         contexts, scored = [], []
         for example in examples:
             text, begin, first, end = (int(example.fields[key]) for key in ("text", "begin", "first", "end"))
@@ -123,18 +127,18 @@ class Windows(Measured):
                 "tokens": one.tokens,
                 "bytes": int(example.fields["bytes"]),
                 "context_tokens": self.size(example),
-                "kept_rows": one.kept_rows,
+                "kept_entries": one.kept_entries,
             }
             for one, example in zip(found, examples, strict=True)
         ]
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each entry of `suite.texts`.
+    """One task for each entry of `suite.texts`.
 
     Raises:
-        ConfigError: a wrong setting, or a window that the target does not hold.
-        DataError: a text that cannot be read, or is too short.
+        ConfigError: a wrong setting, or a window beyond the target's context.
+        DataError: a text cannot be read, or is too short.
     """
     asked = settings_of(PerplexitySettings, settings)
     target.require_tokenizer()
@@ -160,7 +164,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     ]
     if alone:
         notes.append(
-            f"each text of {', '.join(alone)} is read alone; published figures of WikiText-2 and C4 are of "
+            f"each text of {', '.join(alone)} is read alone; published results of WikiText-2 and C4 are of "
             "texts joined into one (`join` in suite.texts)"
         )
     notes += [f"the first {one.limit} texts of {one.task}" for one in texts if one.limit]
@@ -193,10 +197,10 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _entries(items: Sequence[Any]) -> list[Text]:
-    """What `suite.texts` names: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`.
+    """Parse `suite.texts`: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`.
 
     Raises:
-        ConfigError: anything else, or two entries of one name.
+        ConfigError: an entry of another form, or two entries with the same name.
     """
     found = [_entry(item) for item in items]
     if len({text.task for text in found}) < len(found) or not found:
@@ -216,7 +220,7 @@ def _entry(item: Any) -> Text:
 
 
 def _windows(entry: Text, target: Target, asked: PerplexitySettings) -> Windows:
-    """Windows until `max_tokens` are read, or `limit` windows made."""
+    """Make windows until `max_tokens` are read, or `limit` windows are made."""
     window, stride, limit = asked.window, asked.stride, asked.limit
     prefix = np.asarray(prefix_of(target.tokenizer), np.int64)
     rows: list[Example] = []

@@ -1,6 +1,6 @@
-"""Recall of the target's attention by whatever selects rows: trained heads and rules alike, on held-out text.
+"""Suite `retrieval`: recall of the target's attention by trained heads and selection rules, on held-out text.
 
-The score is recall far from the query: outside the first 4 rows and the last 64, which any set has.
+The score is recall far from the query: outside the first 4 entries and the last 64, which any set includes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 from longtrain.evaluation.corpora import prefix_of
-from longtrain.evaluation.recall import NEAR, SINKS, recall, roll_out
-from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary, mean_summary
+from longtrain.evaluation.recall import NEAR, SINKS, recall
+from longtrain.evaluation.suite import ByTask, Metric, Scale, Suite, Summary, mean_summary
 from longtrain.evaluation.suites import BROUGHT
 from longtrain.evaluation.suites.continuation import choose_points, held_out
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, rows_sha256
-from longtrain.settings import Count, Lengths, Tokens
+from longtrain.settings import Count, Lengths
 from longtrain.systems import SELECTOR, System
 from longtrain.tables import tokens
 
@@ -26,33 +26,30 @@ if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-FIGURES = (
-    Figure("all mass", "total_read", kind="mean", unit="percent"),
-    Figure("gap to the shared oracle closed", "gained", "shared_gap", unit="percent", plotted=True),
-    Figure("gap to the oracle of its own sets closed", "gained", "own_gap", unit="percent"),
-    Figure("window", "window_read", "far_mass", "mean", "percent"),
-    Figure("shared oracle", "shared_read", "far_mass", "mean", "percent"),
-    Figure("oracle of its own sets", "own_read", "far_mass", "mean", "percent"),
-    Figure("oracle of each layer", "oracle_read", "far_mass", "mean", "percent"),
-    Figure("mean of heads", "far_share", kind="mean", unit="percent"),
-    Figure("window, mean of heads", "window_share", kind="mean", unit="percent"),
-    Figure("shared oracle, mean of heads", "shared_share", kind="mean", unit="percent"),
-    Figure("oracle of each layer, mean of heads", "oracle_share", kind="mean", unit="percent"),
-    Figure(
+METRICS = (
+    Metric("all mass", "total_read", kind="mean", unit="percent"),
+    Metric("gap to the shared oracle closed", "gained", "shared_gap", unit="percent", plotted=True),
+    Metric("gap to the oracle of its own sets closed", "gained", "own_gap", unit="percent"),
+    Metric("window", "window_read", "far_mass", "mean", "percent"),
+    Metric("shared oracle", "shared_read", "far_mass", "mean", "percent"),
+    Metric("oracle of its own sets", "own_read", "far_mass", "mean", "percent"),
+    Metric("oracle of each layer", "oracle_read", "far_mass", "mean", "percent"),
+    Metric("mean of heads", "far_share", kind="mean", unit="percent"),
+    Metric("window, mean of heads", "window_share", kind="mean", unit="percent"),
+    Metric("shared oracle, mean of heads", "shared_share", kind="mean", unit="percent"),
+    Metric("oracle of each layer, mean of heads", "oracle_share", kind="mean", unit="percent"),
+    Metric(
         "gap to the shared oracle closed, mean of heads", "gained_share", "shared_gap_share", unit="percent"
     ),
-    Figure(
+    Metric(
         "gap to the oracle of its own sets closed, mean of heads",
         "gained_share",
         "own_gap_share",
         unit="percent",
     ),
-    Figure("overlap", "overlap", kind="mean", unit="percent"),
-    Figure("in an LRU buffer of twice the rows", "lru_overlap", kind="mean", unit="percent"),
-    Figure("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
-    Figure("own rollout", "rolled_read", "rolled_mass", unit="percent"),
-    Figure("own rollout, told", "told_read", "rolled_mass", unit="percent"),
-    Figure("own rollout over told", "rolled_read", "told_read", unit="percent"),
+    Metric("overlap", "overlap", kind="mean", unit="percent"),
+    Metric("in an LRU buffer of twice the rows", "lru_overlap", kind="mean", unit="percent"),
+    Metric("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
 )
 
 
@@ -63,7 +60,6 @@ class RetrievalSettings:
     lengths: Lengths
     texts: Count
     steps: Count
-    rollout: Tokens | None = None
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
     home: str = "."
@@ -72,24 +68,22 @@ class RetrievalSettings:
 
 @dataclass(frozen=True, eq=False)
 class Contexts(Measured):
-    """Texts of one length, each with the tokens after it at which recall is measured.
+    """Texts of one length, each with the following tokens at which recall is measured.
 
     Args:
-        name: of the task.
-        rows: a text each.
-        length: tokens before the first that is measured.
-        texts: context and following tokens of each row.
-        rollout: tokens that a system writes itself before recall is measured again; None: it writes none.
+        name: the task's name.
+        rows: examples, one per text.
+        length: tokens before the first measured token.
+        texts: context and following tokens of each example.
     """
 
     name: str
     rows: tuple[Example, ...]
     length: int
     texts: tuple[tuple[list[int], list[int]], ...] = field(repr=False)
-    rollout: int | None = None
 
     def serves(self, system: System) -> bool:
-        """Whether there is anything to recall with."""
+        """True for systems with a selector."""
         return system.selects
 
     def facets(self, example: Example) -> dict[str, Facet]:
@@ -99,46 +93,34 @@ class Contexts(Measured):
     def settings(self) -> dict[str, Any]:
         """See `Measured`."""
         rows = {"rows": len(self.rows), "rows_sha256": rows_sha256(self.rows)}
-        far = {"sinks": SINKS, "near": NEAR, "rollout": self.rollout}
+        far = {"sinks": SINKS, "near": NEAR, "rollout": None}  # None: kept in the hash for older results
         return {"task": self.name, "metric": "recall", "steps": len(self.texts[0][1]), **far, **rows}
 
     def score(self, measures: Mapping[str, float], example: Example) -> float | None:
-        """Share of the far mass that is read; None of a text that has none."""
+        """Share of the far attention mass that is read; None for a text without far mass."""
         return measures["far_read"] / measures["far_mass"] if measures.get("far_mass") else None
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """See `recall`; after a rollout also `rolled_read` of `rolled_mass`, and `told_read` by sets
-        that were chosen as the target read the same text whole.
-        """
+        """See `recall`; an empty mapping for systems without a selector."""
         if (selector := parts.selector) is None:
             return [{} for _ in examples]
         contexts, given = zip(*(self.texts[one.fields["number"]] for one in examples), strict=True)
-        found = recall(target, selector, contexts, given)
-        if self.rollout is None:
-            return found
-        steps = len(given[0])
-        written, sets = roll_out(target, parts, contexts, self.rollout + steps, last=steps)
-        again = recall(target, selector, contexts, written, skip=self.rollout, rolled=sets)
-        for one, other in zip(found, again, strict=True):
-            one["rolled_read"], one["rolled_mass"] = other["rolled_read"], other["far_mass"]
-            one["told_read"] = other["far_read"]
-        return found
+        return recall(target, selector, contexts, given)
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each context length. The seed is that of the choice of text.
+    """One task for each context length. The seed determines the texts.
 
     Raises:
-        ConfigError: a wrong setting, or a length that the target's context does not hold.
+        ConfigError: a wrong setting, or a length beyond the target's context window.
         DataError: there is no held-out text, or not enough of it.
     """
     asked = settings_of(RetrievalSettings, settings)
-    beyond = asked.steps + (asked.rollout or 0)
-    check_lengths(asked.lengths, beyond, target)
+    check_lengths(asked.lengths, asked.steps, target)
     if asked.lengths[0] <= SINKS + NEAR:
         raise ConfigError(
             f"suite.lengths={list(asked.lengths)}; allowed: {SINKS + NEAR + 1} or more, since the first "
-            f"{SINKS} rows and the last {NEAR} are not far"
+            f"{SINKS} entries and the last {NEAR} are not far"
         )
     documents = held_out(target, asked.text, asked.kinds or (), home=asked.home, data=asked.data)
     chosen = choose_points(
@@ -155,7 +137,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             Example(f"{number:04d}", {"number": number, "document": point.document.name, "end": point.end})
             for number, point in enumerate(chosen.points)
         )
-        return Contexts(tokens(length), rows, length, texts, asked.rollout)
+        return Contexts(tokens(length), rows, length, texts)
 
     return Suite(
         "retrieval",
@@ -164,7 +146,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         summarise=_summary,
         title="Recall of attention by what is read",
         notes=[f"{count} {reason}" for reason, count in chosen.dropped.items()],
-        figures=FIGURES,
+        metrics=METRICS,
         needs=frozenset({SELECTOR}),
         full_cache=False,
         meet=_needs_a_selector,
@@ -172,7 +154,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _summary(records: ByTask) -> Summary:
-    """Mean scores, and far recall layer by layer over all lengths."""
+    """Mean scores, and far recall by layer over all lengths."""
     found = mean_summary(records)
     some = [record.measures for records_of in records.values() for record in records_of if record.measures]
     layers = sum(1 for name in (some[0] if some else ()) if name.startswith("far_mass_"))
@@ -185,17 +167,17 @@ def _summary(records: ByTask) -> Summary:
 
 
 def _needs_a_selector(suite: Suite, systems: Sequence[System]) -> Suite:
-    """Refuse a run in which nothing selects, and caches, which recall has no use for.
+    """Refuse runs without a selector, and systems with a cache form, which does not affect recall.
 
     Raises:
-        ConfigError: nothing does, or a system has a cache of its own.
+        ConfigError: there is no selector, or a system has a cache of its own.
     """
     if not any(system.selects for system in systems):
         raise ConfigError(BROUGHT["retrieval"])
     for system in systems:
         if system.parts.cache is not None:
             raise ConfigError(
-                f"{system.name} brings a cache, and suite=retrieval asks which rows of a plain one would be "
-                "read; leave the cache out"
+                f"{system.name} brings a cache, and suite=retrieval measures which entries of a plain one "
+                "would be read; leave the cache out"
             )
     return suite

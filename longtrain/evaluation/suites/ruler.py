@@ -1,4 +1,4 @@
-"""RULER as a suite: its 13 tasks at several lengths, written for the target's own tokenizer."""
+"""Suite `ruler`: RULER's 13 tasks at several lengths, generated for the target's own tokenizer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.data.read.files import local_file
 from longtrain.errors import ConfigError, DataError, LongtrainError, first_line
-from longtrain.evaluation.metrics.ruler import percent
 from longtrain.evaluation.prompts import Encoded, chat_note
 from longtrain.evaluation.published import Published
 from longtrain.evaluation.ruler.generate import Generator, RulerExample
 from longtrain.evaluation.ruler.questions import DATASETS, Questions
-from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.sources import SOURCES, Haystack, Vocabulary, is_published, vocabulary
 from longtrain.evaluation.ruler.tasks import SEED, TASKS
+from longtrain.evaluation.scoring.ruler import percent
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites.shared import check_lengths, existing_file, hub_rows, settings_of
 from longtrain.evaluation.task import Example, Task
@@ -37,7 +37,7 @@ PUBLISHED = Published(
     settings={"samples": 500, "seed": SEED, "words": "wonderwords"},
 )
 KEPT = 64
-"""Prompts of a task kept in memory between encoding and scoring."""
+"""Number of prompts per task cached between encoding and scoring."""
 CHAT_OPTIONS = {"enable_thinking": False}
 
 
@@ -63,16 +63,16 @@ class RulerSettings:
 
 @dataclass(frozen=True)
 class Sources:
-    """What prompts are made of.
+    """The source material of all prompts of a run.
 
     Args:
-        framing: tokenizer and chat template.
-        haystack: essays.
-        words: word lists.
-        questions: of each data set that a task needs.
-        seed: of everything drawn.
-        others: notes of what is not the published file.
-        missing: data set -> why its questions are not to be had.
+        framing: the tokenizer and chat template.
+        haystack: the essays.
+        words: the word lists.
+        questions: the questions of each data set that a task needs.
+        seed: the random seed.
+        others: notes on sources that differ from the published files.
+        missing: data set -> the reason its questions are not available.
     """
 
     framing: Framing
@@ -84,20 +84,15 @@ class Sources:
     missing: Mapping[str, str]
 
     def generator(self, task: str, length: int) -> Generator:
-        """Writes the prompts of a task at a length."""
+        """The generator of a task's prompts at one length."""
         dataset = str(TASKS[task].options.get("dataset", ""))
+        questions = self.questions.get(dataset)
         return Generator(
-            task,
-            self.framing,
-            length=length,
-            seed=self.seed,
-            haystack=self.haystack,
-            words=self.words,
-            questions=self.questions.get(dataset),
+            Material(TASKS[task], length, self.framing, self.seed, self.haystack, self.words, questions)
         )
 
     def settings(self, task: str) -> dict[str, Any]:
-        """JSON values that a task's prompts follow from."""
+        """JSON values that determine a task's prompts."""
         options = TASKS[task].options
         found: dict[str, Any] = {"seed": self.seed, "options": dict(options), "chat": self.framing.chat}
         if options.get("haystack") == "essay":
@@ -113,7 +108,7 @@ class Sources:
 
 
 class Prompts:
-    """The prompts of a task: each is written when it is asked for, and the last ones are kept."""
+    """The prompts of a task, generated on demand; the most recent ones are cached."""
 
     def __init__(self, task: str, sources: Sources) -> None:
         self.framing = sources.framing
@@ -121,29 +116,30 @@ class Prompts:
         self._made = lru_cache(maxsize=KEPT)(self._make)
 
     def made(self, row: Example) -> RulerExample:
-        """Input, answer prefix and answers; a row holds a length and an index."""
+        """The generated example (input, answer prefix, answers); an example's fields are a length and an
+        index.
+        """
         return self._made(int(row.fields["length"]), int(row.fields["index"]))
 
     def __call__(self, row: Example) -> Encoded:
-        """The prompt in the chat template, the answer's beginning behind it; never cut."""
+        """The prompt in the chat template, followed by the answer's prefix; never cut."""
         found = self.made(row)
         return Encoded(tuple(self.framing.ids(found.input, found.answer_prefix, found.solved)))
 
     def _make(self, length: int, index: int) -> RulerExample:
-        (found,) = self.generator(length).examples(range(index, index + 1))
-        return found
+        return self.generator(length).example(index)
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The tasks that `suite.tasks` names at every length of `suite.lengths`; the seed is `suite.seed`.
+    """The tasks named by `suite.tasks` at every length of `suite.lengths`; the seed is `suite.seed`.
 
-    Where it names none, all tasks are run but those that cannot be here: each is named with the reason, and
+    If it names none, all runnable tasks are run; the others are listed with the reason, and
     the result is a variant.
 
     Raises:
         ConfigError: a wrong setting, a length beyond the target's window or too short for a task, or a task
             without its questions.
-        DataError: a file is missing or of another format.
+        DataError: a file is missing or has another format.
     """
     options = settings_of(RulerSettings, settings)
     check_lengths(options.lengths, 0, target)
@@ -157,12 +153,12 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             for name, some in records.items()
         }
         by_length = {
-            str(length): _figures(
+            str(length): _metrics(
                 {name: [mark for at, mark in some if at == length] for name, some in marks.items()}
             )
             for length in options.lengths
         }
-        overall = _figures({name: [mark for _, mark in some] for name, some in marks.items()})
+        overall = _metrics({name: [mark for _, mark in some] for name, some in marks.items()})
         return Summary(tasks=overall["tasks"], average=overall["average"], extra={"lengths": by_length})
 
     departures = [*PUBLISHED.departures(asked, vars(options), sampling), *sources.others]
@@ -170,7 +166,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         if sources.framing.tokenizer.chat_template:
             departures.append("without chat template")
         elif options.chat is None:
-            lost = "the tokenizer has none (suite.chat=false says it is meant)"
+            lost = "the tokenizer has none (suite.chat=false if that is intended)"
             departures.append(f"without chat template: {lost}")
     return Suite(
         "ruler",
@@ -184,16 +180,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _runnable(options: RulerSettings, sources: Sources, *, named: bool) -> tuple[tuple[Task, ...], list[str]]:
-    """The tasks that can be run, and why others cannot.
+    """The tasks that can be run, and the reasons for those that cannot.
 
     Args:
-        options: settings.
-        sources: what there is to write prompts from.
-        named: whether the tasks were named one by one; one that cannot be run is an error then.
+        options: settings of the suite.
+        sources: the available source material.
+        named: True if the tasks were named explicitly; one that cannot be run is then an error.
 
     Raises:
         ConfigError: a named task, or every task, does not fit the shortest length.
-        DataError: a named task lacks its questions.
+        DataError: the questions of a named task are missing.
     """
     tasks, reasons = list[Task](), dict[str, LongtrainError]()
     for name in options.tasks:
@@ -212,7 +208,9 @@ def _runnable(options: RulerSettings, sources: Sources, *, named: bool) -> tuple
 
 
 def _checked(name: str, options: RulerSettings, sources: Sources) -> Task:
-    """A task whose first prompts are written now: what does not fit is refused before anything runs."""
+    """Build a task and generate its first prompts, so that lengths that do not fit are refused before
+    anything runs.
+    """
     if reason := sources.missing.get(str(TASKS[name].options.get("dataset", ""))):
         raise MissingQuestionsError(reason)
     task = _task(name, options, sources)
@@ -222,7 +220,7 @@ def _checked(name: str, options: RulerSettings, sources: Sources) -> Task:
 
 
 def _from_hub(dataset: str) -> Questions:
-    """The questions of `squad` or `hotpotqa` from the Hub's data set of that name."""
+    """Load the questions of `squad` or `hotpotqa` from the Hub's data set of that name."""
     known = DATASETS[dataset]
     hub, config = known.hub
     instead = (
@@ -303,8 +301,8 @@ def _has_essays(names: Sequence[str]) -> bool:
     return any(TASKS[name].options.get("haystack") == "essay" for name in names)
 
 
-def _figures(marks: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Each task's official figure and their plain mean."""
+def _metrics(marks: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Each task's official score and their plain mean."""
     tasks = {name: percent(some) for name, some in marks.items() if some}
     average = round(sum(tasks.values()) / len(tasks), 2) if tasks else None
     return {"tasks": tasks, "average": average}

@@ -1,4 +1,6 @@
-"""What suites share: settings, rows of files, lengths of prompts."""
+"""Shared parts of suites: parsing settings, reading examples from files and the Hub, checking
+prompt lengths.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ Kind = TypeVar("Kind")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 LOCAL = "check the id and the network, or pass a local file of JSON lines"
-"""What can be done where a data set on the Hub cannot be read."""
+"""Advice for a data set on the Hub that cannot be read."""
 
 HARNESS_KEYS = (
     "name",
@@ -40,15 +42,15 @@ HARNESS_KEYS = (
     "speed_batch",
     "speed_tokens",
 )
-"""Keys of the group `suite` that the harness reads; every suite has them beside its own."""
+"""Keys of the group `suite` that the harness reads; every suite has them in addition to its own."""
 
 
 def settings_of(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-    """The settings of a suite from the group `suite` of the configuration.
+    """Parse the settings of a suite from the group `suite` of the configuration.
 
     Args:
         kind: a dataclass with the suite's own keys; see `longtrain.settings`.
-        values: the whole group, with the keys that every suite has.
+        values: the whole group, including the keys that every suite has.
 
     Raises:
         ConfigError: a key is missing or unknown, or a value is not allowed.
@@ -57,10 +59,10 @@ def settings_of(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
 
 
 def check_settings(module: Any, values: Mapping[str, Any]) -> None:
-    """Refuse wrong keys of a suite before its target is loaded.
+    """Refuse wrong keys of a suite before the target is loaded.
 
     Args:
-        module: of the suite; its own keys are its one dataclass whose name ends with Settings.
+        module: the suite's module; its own keys are the one dataclass whose name ends with Settings.
         values: the whole group `suite`.
 
     Raises:
@@ -81,20 +83,20 @@ def read_rows(
     split: str = "train",
     config: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a benchmark's file, in its order.
+    """Read the examples of a benchmark's file, in order.
 
     Args:
         where: a file of JSON lines or one JSON list (plain, .xz or .gz), `hub:ORG/NAME/FILE`, or a data set
-            on the Hub as `ORG/NAME`. What exists on disk goes first.
-        what: the benchmark, for messages.
-        fields: field -> its types; rows may have others.
-        split: of a data set on the Hub.
-        config: of a data set on the Hub.
+            on the Hub as `ORG/NAME`. A path that exists on disk takes precedence.
+        what: the benchmark's name, for messages.
+        fields: required field -> its types; other fields are allowed.
+        split: the split of a data set on the Hub.
+        config: the configuration of a data set on the Hub.
 
     Raises:
-        ConfigError: nothing is there.
-        DataError: the Hub does not answer, or a row lacks a field or has one of another type (file and line
-            are named).
+        ConfigError: `where` does not exist.
+        DataError: the Hub does not answer, or an example lacks a field or has one of another type (file and
+            line are named).
     """
     path = local_file(where)
     if path.is_file():
@@ -111,12 +113,12 @@ def read_rows(
     for place, row in named:
         check_fields(row, place, what, fields)
     if not named:
-        raise DataError(f"{where} holds no row of {what}; pass a file with at least one")
+        raise DataError(f"{where} has no example of {what}; pass a file with at least one")
     return [row for _, row in named]
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Names of examples; one that was there before gets `#2`, `#3` and so on."""
+    """Make names of examples unique; a repeated name gets the suffix `#2`, `#3` and so on."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:
@@ -126,17 +128,17 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 
 def on_hub(where: str) -> bool:
-    """Whether `ORG/NAME` is taken from the Hub: nothing on disk has that path."""
+    """True if `ORG/NAME` refers to the Hub because no such path exists on disk."""
     return (
         not where.startswith(HUB) and _HUB_ID.fullmatch(where) is not None and not local_file(where).exists()
     )
 
 
 def existing_file(where: str, what: str) -> Path:
-    """A file that must be there: a path, or `hub:ORG/NAME/FILE`.
+    """The path of a file that must exist: a local path, or `hub:ORG/NAME/FILE`.
 
     Raises:
-        DataError: it is not there.
+        DataError: the file does not exist.
     """
     path = local_file(where)
     if not path.exists():
@@ -149,14 +151,14 @@ def existing_file(where: str, what: str) -> Path:
 def hub_rows(
     hub: str, what: str, instead: str, *, split: str, config: str | None
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """The rows of a data set on the Hub, each with its place.
+    """Read the examples of a data set on the Hub, each with its location for messages.
 
     Args:
         hub: `ORG/NAME`.
-        what: the benchmark, for messages.
-        instead: what can be done where the Hub does not answer.
-        split: of the data set.
-        config: of the data set.
+        what: the benchmark's name, for messages.
+        instead: advice if the Hub does not answer.
+        split: the data set's split.
+        config: the data set's configuration.
 
     Raises:
         DataError: the Hub does not answer.
@@ -171,10 +173,10 @@ def hub_rows(
 
 
 def check_lengths(lengths: Sequence[int], answer: int, target: Target) -> None:
-    """Refuse prompts that the target's context does not hold.
+    """Refuse prompts that do not fit the target's context window.
 
     Args:
-        lengths: of prompts, the longest one last.
+        lengths: prompt lengths, the longest one last.
         answer: tokens that follow a prompt.
         target: the frozen model.
 
@@ -189,15 +191,15 @@ def check_lengths(lengths: Sequence[int], answer: int, target: Target) -> None:
 
 
 def prompts_up_to(most: int | None, tasks: Sequence[Task], target: Target) -> list[Task]:
-    """The tasks with prompts of at most `most` tokens, chat template not counted.
+    """Limit the tasks' prompts to `most` tokens, chat template not counted.
 
     Args:
-        most: `suite.max_prompt_tokens`; None: what the target's window leaves.
-        tasks: of a suite.
-        target: that reads the prompts.
+        most: `suite.max_prompt_tokens`; None: the room in the target's context window.
+        tasks: the suite's tasks.
+        target: the target that reads the prompts.
 
     Raises:
-        ConfigError: `most` is more than the target's window leaves, or the window holds not even an answer.
+        ConfigError: `most` exceeds the room in the target's window, or not even an answer fits the window.
     """
     rooms = {task.name: prompt_room(replace(task, max_prompt_tokens=None), target) for task in tasks}
     name, room = min(rooms.items(), key=lambda item: item[1])
@@ -207,22 +209,22 @@ def prompts_up_to(most: int | None, tasks: Sequence[Task], target: Target) -> li
     return [replace(task, max_prompt_tokens=most or rooms[task.name]) for task in tasks]
 
 
-REMEDY = "correct the row or leave it out"
+REMEDY = "correct the example or leave it out"
 
 
 def check_fields(
     row: Mapping[str, Any], place: str, what: str, fields: Mapping[str, tuple[type, ...]]
 ) -> None:
-    """Refuse a row without a field or with a field of another type.
+    """Refuse an example without a field or with a field of another type.
 
     Raises:
-        DataError: with the row's place.
+        DataError: a field is missing or wrong; the message names the example's location.
     """
     for field, types in fields.items():
         if field not in row:
             raise DataError(
-                f"{place}: field '{field}' is missing, there are {', '.join(row) or 'none'}; a row of {what} "
-                f"has {', '.join(fields)}: {REMEDY}"
+                f"{place}: field '{field}' is missing, there are {', '.join(row) or 'none'}; an example of "
+                f"{what} has {', '.join(fields)}: {REMEDY}"
             )
         if not isinstance(row[field], types) or (isinstance(row[field], bool) and bool not in types):
             allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)

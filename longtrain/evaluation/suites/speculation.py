@@ -1,7 +1,8 @@
-"""How drafts are accepted on published prompts: LongSpec's tasks with long answers, QuantSpec's documents.
+"""Suite `speculation`: acceptance of drafts on published prompts: LongSpec's long answers, QuantSpec's
+documents.
 
 LongSpec measures LongBench's summaries and code and the problems of AIME 2024; QuantSpec measures documents
-that fill a prompt of a given length (`suites/documents.py`). Answers are not scored.
+cut to a given prompt length (`suites/documents.py`). Answers are not scored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from longtrain.evaluation.suites.drafted import (
     acceptance_summary,
     ended,
     length_bucket,
-    tell_of_drafts,
+    note_missing_drafts,
 )
 from longtrain.evaluation.suites.longbench import SPECS
 from longtrain.evaluation.suites.shared import read_rows, settings_of
@@ -36,16 +37,16 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
-"""Tasks of LongBench. Source: LongSpec Section 4.1."""
+"""Tasks from LongBench. Source: LongSpec Section 4.1."""
 CONTEST = "aime24"
 CONTEST_TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-"""The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
+"""The instruction for mathematics recommended by Qwen's model cards (QwQ-32B, Qwen3)."""
 MARGIN = 32
-"""Tokens left free between the longest problem, its solution and the target's window."""
+"""Tokens left free between the longest problem, its solution and the end of the target's context window."""
 
 
 def fingerprint(rows: Sequence[Example]) -> str:
-    """Hash of problems and answers in any order; of a problem's text, letters and digits alone count."""
+    """Hash of problems and answers in any order; only letters and digits of a problem's text count."""
     plain = sorted(
         f"{re.sub('[^0-9a-z]+', '', str(row.fields['problem']).lower())} {row.fields['answer']}"
         for row in rows
@@ -68,7 +69,7 @@ PUBLISHED = Published(
     },
     sampled=lambda sampling: (),
 )
-"""What LongSpec's runner does. The problems of AIME 2024 are those of both contests, as
+"""The settings of LongSpec's runner. The problems of AIME 2024 are those of both contests, as
 HuggingFaceH4/aime_2024 and Qwen2.5-Math (evaluation/data/aime24) have them."""
 
 
@@ -102,20 +103,20 @@ class SpeculationSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The tasks of `suite.tasks`, with answers as LongSpec and QuantSpec measure them.
+    """The tasks of `suite.tasks`, with answer lengths as LongSpec and QuantSpec measure them.
 
     Raises:
-        ConfigError: a wrong setting, or prompts or answers longer than the target's window.
-        DataError: a missing file or field, or no prompt that is long enough.
+        ConfigError: a wrong setting, or prompts or answers beyond the target's context window.
+        DataError: a missing file or field, or no prompt is long enough.
     """
     options = settings_of(SpeculationSettings, settings)
     corpora = [name for name in options.tasks if name in CORPORA]
     others = [name for name in options.tasks if name not in CORPORA]
     tasks, notes, departures = _answers(others, options, target, sampling) if others else ([], [], [])
     for name in corpora:
-        task, said = documents.task_of(name, options, target)
+        task, remarks = documents.task_of(name, options, target)
         tasks.append(task)
-        notes += said
+        notes += remarks
         departures += documents.departures_of(name, options, sampling)
     if others and corpora:
         departures.append("tasks of LongSpec and of QuantSpec together")
@@ -128,14 +129,14 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         title=PUBLISHED.title if others else title,
         departures=list(dict.fromkeys(departures)),
         notes=[*dict.fromkeys(notes), *not_greedy(sampling)],
-        meet=tell_of_drafts,
+        meet=note_missing_drafts,
     )
 
 
 def _answers(
     names: Sequence[str], options: SpeculationSettings, target: Target, sampling: Sampling
 ) -> tuple[list[Task], list[str], list[str]]:
-    """LongSpec's tasks, notes on them, and departures from what LongSpec measures."""
+    """LongSpec's tasks, notes on them, and departures from LongSpec's measurement."""
     most = target.info.max_positions - 2
     if options.max_new_tokens > most:
         raise wrong("suite.max_new_tokens", options.max_new_tokens, f"2 to {most}, the target's window")
@@ -162,7 +163,7 @@ def _answers(
 
 
 def _long(name: str, rows: Sequence[Example], options: SpeculationSettings, target: Target) -> Task:
-    """A task of LongBench: prompts that are long enough, answers that are not scored."""
+    """A task of LongBench with the prompts that are long enough; answers are not scored."""
     answer, least = options.max_new_tokens, options.min_prompt_tokens
     sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
     kept = tuple(row for row in rows if sized[row.id] > least)
@@ -189,7 +190,7 @@ def _long(name: str, rows: Sequence[Example], options: SpeculationSettings, targ
 
 
 def _contest(rows: Sequence[Example], options: SpeculationSettings, target: Target) -> Task:
-    """AIME 2024, its solutions no longer than the target's window leaves."""
+    """AIME 2024, with solutions limited by the room in the target's context window."""
     tokenizer, window = target.require_tokenizer(), target.info.max_positions
     rows = rows[: options.limit]
     texts = {row.id: CONTEST_TEMPLATE.format(**row.fields) for row in rows}
@@ -216,16 +217,16 @@ def _contest(rows: Sequence[Example], options: SpeculationSettings, target: Targ
 
 
 def problems(where: str) -> tuple[Example, ...]:
-    """The problems of a file or data set: rows with `problem` (or `question`) and `answer`.
+    """Read the problems of a file or data set: examples with `problem` (or `question`) and `answer`.
 
     Raises:
-        DataError: one of these is missing or of another type.
+        DataError: a field is missing or has another type.
     """
     found = []
     for number, row in enumerate(read_rows(where, "AIME 2024", {"answer": (str, int)}), 1):
         problem = row.get("problem", row.get("question"))
         if not isinstance(problem, str) or not problem.strip():
-            raise DataError(f"{where}, row {number}: field 'problem' (or 'question') must be a text")
+            raise DataError(f"{where}, example {number}: field 'problem' (or 'question') must be a text")
         answer = str(row["answer"]).strip().lstrip("0") or "0"
         found.append(Example(str(row.get("id", number)), {"problem": problem, "answer": answer}))
     return tuple(found)

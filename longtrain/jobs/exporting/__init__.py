@@ -1,1 +1,1 @@
-"""What the job `export` does beside an artifact: formats of other tools, what its card shows, and pushing."""
+"""Parts of the job `export`: formats of other tools, comparison, evidence on the card, and uploads."""

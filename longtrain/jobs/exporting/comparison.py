@@ -1,4 +1,4 @@
-"""Compare an artifact, as it was written, with the module that was trained: it must do the same."""
+"""Compares a written artifact with the module that was trained: both must behave identically."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ COMPARED_TOKENS = 16
 
 
 def compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target, artifact: Artifact) -> None:
-    """Note where golden outputs, tokens, drafted trees or kept rows are not those of the trained module."""
+    """Record in the artifact if golden outputs, tokens, drafted trees or kept entries differ from the trained
+    module's.
+    """
     if spec.attach is None:
         return
     keys, faults = dict(spec.golden_keys), artifact.verification.faults
     try:
         mine = _done(spec.attach(module, target, config, keys), target)
         theirs = _done(artifact.attach(target, **keys), target)
-    except (LongtrainError, RuntimeError) as error:  # of torch too, as when memory runs out
+    except (LongtrainError, RuntimeError) as error:  # also torch's errors, as when memory runs out
         faults.append(first_line(error))
         return
     if mine != theirs:
@@ -37,7 +39,7 @@ def compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target,
 
 
 def _done(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
-    """New tokens, the token of every node drafted on the way, and the rows kept of the prompt."""
+    """New tokens, the token of every drafted node, and the prompt's kept entries."""
     import torch
 
     from longtrain.decoding.engine import Engine
@@ -59,15 +61,15 @@ def _done(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
 
 
 class _Recorder:
-    """A draft that writes down what it proposes."""
+    """A draft that records the trees it proposes."""
 
     def __init__(self, draft: Draft, seen: list[Any]) -> None:
-        self.draft, self.want, self.seen = draft, draft.want, seen
+        self.draft, self.outputs, self.seen = draft, draft.outputs, seen
         self.start, self.observe, self.bytes = draft.start, draft.observe, draft.bytes
         self.tensors = draft.tensors
 
     def propose(self, *args: Any) -> TokenTree:
-        """Ask the draft."""
+        """Propose with the wrapped draft."""
         tree = self.draft.propose(*args)
         self.seen.append(tree.tokens_BN.tolist())
         return tree

@@ -1,4 +1,4 @@
-"""What a card says of a run beside its weights: curves, results that used these weights, pictures."""
+"""Evidence on a model card beside the weights: training curves, results with these weights, pictures."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 CURVES = ("loss", "accuracy", "tau", "recall", "r2")
-"""What the names of the curves that are kept contain, beside all of validation's."""
+"""Beginnings of the names of the training curves that are kept; all of validation's are."""
 
 
 def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
-    """The curves and results of a run, and its pictures by their names on the card.
+    """Collect the curves and results of a run, and its pictures by their names on the card.
 
     Args:
         run_dir: the run's folder.
-        weights: hash of the artifact's tensors, or of a target's: results of other weights are left out.
+        weights: hash of the artifact's (or a target's) tensors; results of other weights are excluded.
     """
     pictures: dict[str, bytes] = {}
     if (curves := run_dir / "train" / "curves.png").is_file():
@@ -57,21 +57,21 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
 
 
 def refresh(home: Path, run_dir: Path, artifacts: Iterable[Artifact]) -> None:
-    """Write the cards of artifacts below `home` anew, with what a run has measured.
+    """Rewrite the cards of artifacts below `home` with the run's new measurements.
 
-    What a card has of other runs stays, and artifacts in other places are left alone. A folder that cannot be
-    written to is told, and is no error: the files of the evaluation have everything.
+    Results of other runs stay on the card, and artifacts outside `home` are not touched. A folder that cannot
+    be written to is logged, not an error: the evaluation's files contain everything.
 
     Args:
         home: the folder that holds `checkpoints`.
         run_dir: the run's folder.
-        artifacts: which the run used.
+        artifacts: the artifacts that the run used.
     """
     own = home / "checkpoints"
     for artifact in artifacts:
         folder = artifact.folder
         if folder is None or not _below(folder, own) or not (folder / MANIFEST).is_file():
-            continue  # one that ships with longtrain, is of the Hub, or of another tool
+            continue  # an artifact that ships with longtrain, or is from the Hub or another tool
         try:
             known, (found, pictures) = Evidence.of_folder(folder), gather(run_dir, artifact.checksum())
             fresh = {(one.suite, one.protocol) for one in found.results}
@@ -85,12 +85,12 @@ def refresh(home: Path, run_dir: Path, artifacts: Iterable[Artifact]) -> None:
 
 
 def _below(folder: Path, own: Path) -> bool:
-    """Whether a folder is below another, a link there to a place elsewhere included."""
+    """True if a folder is below another; links are resolved."""
     return own.absolute() in folder.absolute().parents or own.resolve() in folder.resolve().parents
 
 
 def _used(results: dict[str, Any], weights: str) -> bool:
-    """Whether a system of an evaluation, or its target, had these weights."""
+    """True if a system of an evaluation, or its target, had these weights."""
     if results["target"].get("weights_hash") == weights:
         return True
     used = [one["weights"] for system in results["systems"] for one in system["facts"].get("artifacts", [])]
@@ -100,7 +100,7 @@ def _used(results: dict[str, Any], weights: str) -> bool:
 
 
 def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Measurement:
-    """An evaluation as the card shows it; of folders of this machine only the last part is left."""
+    """An evaluation as shown on the card; only the last part of local paths is kept."""
     from longtrain.evaluation.reporting.comparisons import card_table
 
     made = _read(folder / "provenance.json") or {}
@@ -123,13 +123,13 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
 
 
 def _named(target: dict[str, Any]) -> str:
-    """Name of an evaluation's target, and which weights it had."""
-    said = source_line(target.get("source", {}))
-    return str(without_folders(target["name"])) + (f" ({said})" if said else "")
+    """The name of an evaluation's target, and a hash of its weights."""
+    source = source_line(target.get("source", {}))
+    return str(without_folders(target["name"])) + (f" ({source})" if source else "")
 
 
 def curves_of(metrics: Path) -> dict[str, Curve]:
-    """The curves of a training run that are shown, by name, from its `metrics.csv`."""
+    """The displayed curves of a training run, by name, from its `metrics.csv`."""
     from longtrain.training import table
 
     points: dict[str, list[tuple[int, float]]] = {}
@@ -144,12 +144,12 @@ def curves_of(metrics: Path) -> dict[str, Curve]:
 
 
 def _shown(name: str) -> bool:
-    kind, _, figure = name.partition("/")
-    return kind == "val" or (kind == "train" and any(figure.startswith(word) for word in CURVES))
+    kind, _, metric = name.partition("/")
+    return kind == "val" or (kind == "train" and any(metric.startswith(word) for word in CURVES))
 
 
 def _read(path: Path) -> Any:
-    """A JSON file of ours; None where there is none or a kill left it damaged."""
+    """Read one of our JSON files; None if it does not exist or is damaged (for example by a kill)."""
     try:
         return read_json(path)
     except (OSError, ValueError):

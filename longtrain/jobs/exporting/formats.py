@@ -1,11 +1,9 @@
-"""Folders in formats of serving engines: writing one from a run or an artifact, and checking anybody's."""
+"""Formats of serving engines: writing such a folder from a run or an artifact, and checking existing ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import DictConfig
 
 from longtrain import methods
 from longtrain.assets import bundled_artifacts
@@ -13,13 +11,14 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import write_files
 from longtrain.folders import FolderKind, replaced_folder
 from longtrain.jobs.exporting import push
-from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
+from longtrain.jobs.setup import load_artifact, load_target
 from longtrain.log import get_logger
 from longtrain.provenance import without_folders
 from longtrain.settings import wrong
 from longtrain.targets.at_hand import CARD
 
 if TYPE_CHECKING:
+    from longtrain.config import RunConfig
     from longtrain.methods.spec import Formats
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 OURS = "longtrain"
-"""The folder in such a folder that says that longtrain wrote it."""
+"""Name of the subfolder that marks a folder as written by longtrain."""
 ENGINE = FolderKind(
     "a folder for engines",
     (OURS,),
@@ -35,56 +34,55 @@ ENGINE = FolderKind(
 )
 
 
-def asked(cfg: DictConfig) -> str | None:
-    """The format that `cfg.format` names; None: none is wanted.
+def asked(cfg: RunConfig) -> str | None:
+    """The format named by `format=`, or None.
 
     Raises:
-        ConfigError: no method has such a format.
+        ConfigError: no method has this format.
     """
-    if cfg.format is None:
-        return None
-    if cfg.format not in _names():
-        raise wrong("format", cfg.format, ", ".join(_names()))
-    return str(cfg.format)
+    form: str | None = cfg.export.format
+    if form is not None and form not in _names():
+        raise wrong("format", form, ", ".join(_names()))
+    return form
 
 
-def source(cfg: DictConfig) -> str | None:
-    """The artifact to write in a format; None: the run `cfg.name` is exported first.
+def source(cfg: RunConfig) -> str | None:
+    """The artifact to write in the format, or None if the run `cfg.name` is to be exported first.
 
     Raises:
         ConfigError: several artifacts are named.
     """
     from longtrain.training import checkpoint
 
-    names = artifact_names(cfg)
+    names = cfg.artifacts
     if len(names) > 1:
-        raise ConfigError(f"artifact={names}; export writes one of them at a time in a format")
-    own = Path(cfg.home) / "checkpoints" / str(cfg.name)
+        raise ConfigError(f"artifact={[*names]}; export writes one of them at a time in a format")
+    own = cfg.checkpoints / cfg.name
     if names and Path(names[0]).absolute() != own.absolute() and names[0] != cfg.name:
         return names[0]
-    if checkpoint.find(Path(cfg.run_dir) / "train" / "checkpoints", "auto") is not None:
+    if checkpoint.find(cfg.run_dir / "train" / "checkpoints", "auto") is not None:
         return None
     if not own.is_dir():
         return names[0] if names and names[0] in bundled_artifacts() else None
     return str(own)
 
 
-def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = None) -> None:
-    """Write an artifact as the folder `checkpoints/NAME-FORMAT`, whole or not at all, and check it.
+def write(cfg: RunConfig, form: str, where: str, *, target: Target | None = None) -> None:
+    """Write an artifact in a format as the folder `checkpoints/NAME-FORMAT`, atomically, and check it.
 
-    NAME is the artifact's place under `checkpoints`, with `-` for `/`: `runA/eagle3` becomes `runA-eagle3`.
+    NAME is the artifact's path under `checkpoints`, with `-` for `/`: `runA/eagle3` becomes `runA-eagle3`.
 
     Args:
-        cfg: the resolved configuration.
-        form: the format.
+        cfg: the configuration.
+        form: the format's name.
         where: the artifact: a folder, a name or a Hub id; or another tool's folder.
-        target: the frozen target; None: as `cfg.target` or the artifact says.
+        target: the frozen target; None: the one named by `cfg.target` or the artifact.
 
     Raises:
-        ConfigError: the method has no such format, or an engine that reads it would drop something silently.
-        ArtifactError: what was written is not what was meant.
-        LongtrainError: another folder is in the way.
-        TargetMismatchError: another target.
+        ConfigError: the method has no such format, or an engine would silently ignore part of the module.
+        ArtifactError: the written folder does not reproduce the artifact.
+        LongtrainError: another folder exists at this path.
+        TargetMismatchError: the target is another one.
     """
     from longtrain.artifact.card import appended, licensed, unverified
     from longtrain.artifact.evidence import Evidence
@@ -94,14 +92,14 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     artifact = load_artifact(where, cfg)
     formats = _formats(artifact.method, form)
     formats.refuse(form, artifact.typed_config(), None)
-    target = target or load_target_from(cfg, path=artifact.target.name, fuse=False)
+    target = target or load_target(cfg, path=artifact.target.name, fuse=False)
     artifact.build(target)
-    folder = Path(cfg.home) / "checkpoints" / f"{_name(where, Path(cfg.home) / 'checkpoints')}-{form}"
+    folder = cfg.checkpoints / f"{_name(where, cfg.checkpoints)}-{form}"
     ENGINE.refuse_other(folder)
     config, made = artifact.typed_config(), artifact.folder
-    facts = {**artifact.provenance, "license": push.licence(cfg) or artifact.provenance.get("license")}
+    facts = {**artifact.provenance, "license": cfg.export.licence or artifact.provenance.get("license")}
     assert made is not None
-    files = formats.write(form, artifact.tensors, config, target, facts, str(cfg.push or folder.name))
+    files = formats.write(form, artifact.tensors, config, target, facts, cfg.push or folder.name)
     pictures = {file.name: file.read_bytes() for file in sorted(made.glob("*.png"))}
     card = licensed(files[CARD].decode(), facts)
     card = appended(card, without_folders(facts), Evidence.of_folder(made), [*pictures])
@@ -119,38 +117,39 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
 
 
 def check(method: str, form: str, config: Any, info: TargetInfo | None) -> None:
-    """Refuse a format before anything is written.
+    """Refuse an unsupported format before anything is written.
 
     Args:
         method: the method's name.
-        form: the format.
+        form: the format's name.
         config: the method's hyperparameters.
-        info: the target; None: it is not at hand yet, so what depends on it is not checked.
+        info: the target; None: not available yet, so checks that depend on it are skipped.
 
     Raises:
-        ConfigError: the method has no such format, or an engine that reads it would drop something silently.
+        ConfigError: the method has no such format, or an engine would silently ignore part of the module.
     """
     _formats(method, form).refuse(form, config, info)
 
 
-def verify(cfg: DictConfig) -> None:
-    """Check the folder `cfg.verify`: by its own record, by what engines need and, with a target, on a text.
+def verify(cfg: RunConfig) -> None:
+    """Check the folder of `verify=`: its own hashes, the engines' requirements and, with a target, its output
+    on a text.
 
     Raises:
-        ArtifactError: something is wrong with it; the line says what.
-        ConfigError: no method reads it.
+        ArtifactError: a check failed; the message names it.
+        ConfigError: no method reads this format.
     """
     from longtrain.artifact.found import reader_of
     from longtrain.assets import MANIFEST
 
-    folder = Path(str(cfg.verify))
+    folder = Path(str(cfg.export.verify))
     if not folder.is_dir():
         raise ConfigError(
             f"verify={folder} is no folder; pass one that longtrain export format=... wrote, or another's"
         )
     if (folder / MANIFEST).is_file():
         artifact = load_artifact(str(folder), cfg)
-        artifact.attach(load_target_from(cfg, path=artifact.target.name, fuse=False))
+        artifact.attach(load_target(cfg, path=artifact.target.name, fuse=False))
         log.info("verified=%s method=%s files and golden outputs", folder, artifact.method)
         return
     spec = reader_of(folder)
@@ -158,13 +157,13 @@ def verify(cfg: DictConfig) -> None:
         raise ArtifactError(
             f"{folder} is neither an artifact nor in a format that is known ({', '.join(_names())})"
         )
-    target = load_target_from(cfg, fuse=False) if cfg.target and cfg.target.path else None
-    lines = spec.formats.verify(folder, target, cfg.get("trained_by"))
+    target = load_target(cfg, fuse=False) if cfg.target.path else None
+    lines = spec.formats.verify(folder, target, cfg.trained_by)
     log.info("verified=%s method=%s %s", folder, spec.name, "; ".join(lines))
 
 
 def _name(where: str, checkpoints: Path) -> str:
-    """The name of an artifact's folder in a format: its place under `checkpoints`, or its own name."""
+    """The name of an artifact's folder in a format: its path under `checkpoints`, or its own name."""
     for folder in (Path(where), checkpoints / where):
         if folder.is_dir() and folder.resolve().is_relative_to(checkpoints.resolve()):
             return "-".join(folder.resolve().relative_to(checkpoints.resolve()).parts)
@@ -172,7 +171,7 @@ def _name(where: str, checkpoints: Path) -> str:
 
 
 def _check_names(files: dict[str, bytes], target: Target) -> None:
-    """Refuse to upload a folder that names its target by a folder of this machine."""
+    """Refuse to upload a folder whose files contain a local path of the target."""
     here = Path(target.info.name)
     if not here.exists():
         return
@@ -190,7 +189,7 @@ def _check_names(files: dict[str, bytes], target: Target) -> None:
 
 
 def _formats(method: str, form: str) -> Formats:
-    """The formats of a method that must have this one."""
+    """The `Formats` of a method, which must include this format."""
     formats = methods.get(method).formats
     if formats is None or form not in formats.names:
         refuse_method(method, form)
@@ -199,26 +198,26 @@ def _formats(method: str, form: str) -> Formats:
 
 
 def refuse_method(method: str, form: str) -> None:
-    """Refuse a format that a method does not have, and say what serves its artifacts instead.
+    """Refuse a format that the method does not have, and name an alternative.
 
-    A training of several methods is passed over: the export names its members.
+    A joint training of several methods passes: the export itself names its members.
 
     Raises:
-        ConfigError: what can be done.
+        ConfigError: the method does not have the format; the message gives an alternative.
     """
     spec = methods.get(method)
     if spec.members is not None:
         return
     having = [name for name, formats in methods.formats().items() if form in formats]
-    said = f"format={form}: method {method} has no such format (of {', '.join(having)})"
+    message = f"format={form}: method {method} has no such format (of {', '.join(having)})"
     if spec.elsewhere:
         tools = " and ".join(spec.elsewhere)
-        said += f"; {tools} can load its artifact as it is, see its README.md and docs/serving.md"
+        message += f"; {tools} can load its artifact as it is, see its README.md and docs/serving.md"
     elif spec.formats is not None:
-        said += f"; it has {', '.join(spec.formats.names)}"
-    raise ConfigError(f"{said}; leave format out")
+        message += f"; it has {', '.join(spec.formats.names)}"
+    raise ConfigError(f"{message}; leave format out")
 
 
 def _names() -> list[str]:
-    """The formats of all methods."""
+    """The names of the formats of all methods."""
     return sorted({name for names in methods.formats().values() for name in names})

@@ -1,1 +1,1 @@
-"""Jobs about what is finished already; nothing is run and no target is loaded."""
+"""Jobs about finished runs and artifacts; they run nothing and load no target."""

@@ -1,36 +1,37 @@
-"""Say what artifacts are, and whether they verify; nothing is run and no target is loaded."""
+"""`longtrain inspect`: describe artifacts and verify their files; runs nothing and loads no target."""
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from longtrain import tables
 from longtrain.errors import ArtifactError
 from longtrain.jobs.finished import listing
-from longtrain.jobs.setup import artifact_names
-from longtrain.settings import convert
+
+if TYPE_CHECKING:
+    from longtrain.config import RunConfig
 
 
-def run(cfg: DictConfig) -> None:
-    """Print what each artifact's files say; where none is named, list what there is.
+def run(cfg: RunConfig) -> None:
+    """Print a description of each named artifact; without names, list everything below `home`.
 
     Raises:
-        ArtifactError: one does not verify, or is no artifact.
+        ArtifactError: one does not verify, or is not an artifact.
     """
-    if not artifact_names(cfg):
+    if not cfg.artifacts:
         listing.run(cfg)
         return
     from longtrain.artifact.inspection import inspect
 
-    unverified, faults = convert(cfg.unverified, bool, "unverified"), []
-    for name in artifact_names(cfg):
-        found = inspect(name, home=str(cfg.home), trained_by=cfg.trained_by, unverified=unverified)
+    faults = []
+    for name in cfg.artifacts:
+        found = inspect(name, home=str(cfg.home), trained_by=cfg.trained_by, unverified=cfg.unverified)
         wide = max(map(len, found.facts))
         verdict = {**found.facts, "verifies": f"{'NO' if found.fault else 'yes'}: {found.facts['verifies']}"}
-        tables.say(*(f"{key:<{wide}}  {tables.printable(text)}" for key, text in verdict.items()))
+        tables.print_lines(*(f"{key:<{wide}}  {tables.printable(text)}" for key, text in verdict.items()))
         for one in found.results:
             title = f"{one.title} (suite={one.suite}, {one.target} in {one.dtype}, {one.protocol})"
-            tables.say(f"\n{tables.printable(title)}")
+            tables.print_lines(f"\n{tables.printable(title)}")
             tables.show(one.header, one.rows)
         if found.fault:
             faults.append(f"{name} does not verify: {found.fault}")

@@ -1,4 +1,4 @@
-"""List what is below `home`: artifacts, training runs and evaluations, each in a line."""
+"""`longtrain list`: artifacts, training runs and evaluations below `home`, one line each."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import hashlib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from longtrain import tables
 from longtrain.assets import MANIFEST
 from longtrain.files import json_sha256, read_json, read_results
 from longtrain.provenance import read_config
 
+if TYPE_CHECKING:
+    from longtrain.config import RunConfig
+
 Row = list[str]
-HEADER = ("name", "method", "target", "when", "verified", "main figure")
+HEADER = ("name", "method", "target", "when", "verified", "main result")
 UNREADABLE = "cannot be read"
 OF_TRAINING = ("config.yaml", "provenance.json", "checkpoints")
-"""What the folder of a training holds, one of these at least."""
+"""Entries of which a training run's folder has at least one."""
 CHUNK_BYTES = 1 << 22
-"""Bytes of a file that are hashed at once."""
+"""Bytes of a file that are hashed at a time."""
 
 
-def run(cfg: DictConfig) -> None:
+def run(cfg: RunConfig) -> None:
     """Print a line for each artifact, run and evaluation below `home`, the newest first.
 
-    Nothing is loaded or written. Damaged files are told in their line, and are no error here.
+    Nothing is loaded or written. Damaged files are reported in their line and raise no error.
     """
-    home = Path(cfg.home).expanduser()
+    home = cfg.home.expanduser()
     measured: dict[str, str] = {}
     evaluations = sorted(_evaluations(home, measured), key=_newest, reverse=True)
     found = {
@@ -40,14 +41,16 @@ def run(cfg: DictConfig) -> None:
     for title, rows in found.items():
         if rows:
             tables.show(*tables.without_empty(HEADER, rows, kept=(0,)), title=title)
-            tables.say("")
+            tables.print_lines("")
     if not any(found.values()):
-        tables.say(
+        tables.print_lines(
             f"nothing was trained, exported or evaluated below {home} yet; begin: "
             "longtrain +recipe=quickstart"
         )
         return
-    tables.say("more: longtrain inspect NAME, longtrain eval compare=[RUN,RUN]; elsewhere: home=FOLDER")
+    tables.print_lines(
+        "more: longtrain inspect NAME, longtrain eval compare=[RUN,RUN]; elsewhere: home=FOLDER"
+    )
 
 
 def _newest(row: Row) -> str:
@@ -55,11 +58,11 @@ def _newest(row: Row) -> str:
 
 
 def _artifacts(home: Path, measured: dict[str, str]) -> Iterator[Row]:
-    """A line for each folder with a manifest, members of one training included.
+    """One line for each folder with a manifest, including members of a joint training.
 
     Args:
         home: the folder that holds `checkpoints`.
-        measured: hash of an artifact's tensors -> main figure of an evaluation in which it ran.
+        measured: hash of an artifact's tensors -> main result of an evaluation in which it ran.
     """
     base = home / "checkpoints"
     for file in sorted(base.glob(f"**/{MANIFEST}")):
@@ -68,15 +71,15 @@ def _artifacts(home: Path, measured: dict[str, str]) -> Iterator[Row]:
         try:
             made, files = manifest["provenance"], manifest["files"]
             when = (made.get("export") or made).get("time_utc", "")
-            figure = measured.get(str(next(iter(files.values()))), "") or _told(folder)
+            result = measured.get(str(next(iter(files.values()))), "") or _evidence_result(folder)
             target, verified = str(manifest["target"]["name"]), _verified(folder, files, manifest)
-            yield [name, str(manifest["method"]), target, _when(when), verified, figure or "not evaluated"]
+            yield [name, str(manifest["method"]), target, _when(when), verified, result or "not evaluated"]
         except (KeyError, TypeError, AttributeError, StopIteration):
             yield [name, tables.DASH, tables.DASH, tables.DASH, f"NO: {file.name} {UNREADABLE}", tables.DASH]
 
 
 def _verified(folder: Path, files: dict[str, str], manifest: dict[str, Any]) -> str:
-    """Whether the files are those that the manifest was written for; no golden output is asked again."""
+    """Verification status of an artifact's files against its manifest; golden outputs are not recomputed."""
     if faults := (manifest.get("verification") or {}).get("faults"):
         return f"NO: {faults[0]}"
     content = {key: value for key, value in manifest.items() if key != "sha256"}
@@ -100,8 +103,8 @@ def _sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def _told(folder: Path) -> str:
-    """The last figure that an artifact's own `evidence.json` has beside that of the full cache."""
+def _evidence_result(folder: Path) -> str:
+    """The last result in an artifact's own `evidence.json`, excluding the full cache's."""
     try:
         for one in (_json(folder / "evidence.json") or {})["results"]:
             rows = [row for row in one["rows"] if row[0] != "full"]
@@ -113,7 +116,7 @@ def _told(folder: Path) -> str:
 
 
 def _trained(home: Path) -> Iterator[Row]:
-    """A line for each run with a training: its last step and loss."""
+    """One line for each training run: its last step and loss."""
     runs = home / "runs"
     for folder in sorted({file.parent for file in runs.glob("**/train/*") if file.name in OF_TRAINING}):
         try:
@@ -124,22 +127,22 @@ def _trained(home: Path) -> Iterator[Row]:
             method = target = tables.DASH
         made, summary = _json(folder / "provenance.json"), _json(folder / "summary.json")
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
-        figure = "not finished; the same command goes on"
+        result = "not finished; the same command goes on"
         if isinstance(summary, dict) and summary.get("steps"):
             final = summary.get("final")
             val_loss = final.get("val/loss") if isinstance(final, dict) else None
             losses = {"loss": summary.get("final_loss"), "val_loss": val_loss}
-            said = [f"{key} {value:.3f}" for key, value in losses.items() if isinstance(value, float)]
-            figure = ", ".join([f"step {summary['steps']}", *said])
+            shown = [f"{key} {value:.3f}" for key, value in losses.items() if isinstance(value, float)]
+            result = ", ".join([f"step {summary['steps']}", *shown])
         name = folder.parent.relative_to(runs).as_posix()
-        yield [name, method, target, when, tables.DASH, figure]
+        yield [name, method, target, when, tables.DASH, result]
 
 
 def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
-    """A line for each suite that was evaluated; `measured` is filled with the figure of each artifact."""
+    """One line for each evaluated suite; fills `measured` with the result of each artifact."""
     runs = home / "runs"
     files = runs.glob("**/eval/*/results.json")
-    for file in sorted(files, key=lambda file: file.lstat().st_mtime):  # an artifact's newest figure stays
+    for file in sorted(files, key=lambda file: file.lstat().st_mtime):  # an artifact's newest result stays
         name = f"{file.parents[2].relative_to(runs).as_posix()}/{file.parent.name}"
         made = _json(file.with_name("provenance.json"))
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
@@ -149,7 +152,7 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
             others = [one for one in systems if one["kind"] != "full"]
             for one in others:
                 for artifact in one["facts"].get("artifacts", []):
-                    measured[str(artifact["weights"])] = f"{_figure(scale, one)}, suite {results['suite']}"
+                    measured[str(artifact["weights"])] = f"{_metric(scale, one)}, suite {results['suite']}"
             methods = dict.fromkeys(
                 artifact["method"] for one in others for artifact in one["facts"].get("artifacts", [])
             )
@@ -162,18 +165,18 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
                 target,
                 when,
                 _compared(others),
-                _figure(scale, last),
+                _metric(scale, last),
             ]
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             yield [name, tables.DASH, tables.DASH, when, f"NO: {file.name} {UNREADABLE}", tables.DASH]
 
 
-def _figure(scale: str, system: dict[str, Any]) -> str:
+def _metric(scale: str, system: dict[str, Any]) -> str:
     return f"{scale} {tables.interval(system['average'])} ({system['name']})"
 
 
 def _compared(systems: list[dict[str, Any]]) -> str:
-    """How many texts of all drafted systems were those of plain decoding."""
+    """Number of drafted sequences, over all systems, that equal plain decoding's."""
     found = [task["exactness"] for one in systems for task in one["tasks"] if task.get("exactness")]
     count = sum(one["compared"] for one in found)
     return (
@@ -182,7 +185,7 @@ def _compared(systems: list[dict[str, Any]]) -> str:
 
 
 def _when(stamp: str) -> str:
-    """A time of a file as minutes, UTC."""
+    """A file's time stamp in UTC, to the minute."""
     try:
         return datetime.fromisoformat(stamp).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, TypeError):
@@ -190,7 +193,7 @@ def _when(stamp: str) -> str:
 
 
 def _json(file: Path) -> Any:
-    """A JSON file; None where there is none, or it is damaged."""
+    """Read a JSON file; None if it does not exist or is damaged."""
     try:
         return read_json(file)
     except (OSError, ValueError):

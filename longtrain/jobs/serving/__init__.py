@@ -1,1 +1,1 @@
-"""What `longtrain serve` is made of: requests as they may be written, the one worker, and the HTTP routes."""
+"""`longtrain serve`: request bodies, the worker that decodes, and the HTTP routes."""

@@ -1,4 +1,4 @@
-"""The one thread that decodes, and the queue in front of it.
+"""The single decoding thread and the queue of requests in front of it.
 
 Shapes: T scored tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 
 from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.roles import Parts
-from longtrain.evaluation.perplexity import foretold, read_contexts
+from longtrain.evaluation.perplexity import predicted_logits, read_contexts
 from longtrain.jobs.generate import TextWriter
 
 if TYPE_CHECKING:
@@ -27,15 +27,17 @@ Result = TypeVar("Result")
 
 
 class FullError(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class GoneError(Exception):
-    """The client closed its connection, so nobody reads the answer."""
+    """The client closed its connection, so the answer is not needed."""
 
 
 class Scored(NamedTuple):
-    """A token, the log of its probability at temperature 1 (None: it opens the text), the likeliest."""
+    """A token, its log-probability at temperature 1 (None for the first token), and the most
+    likely tokens.
+    """
 
     token: int
     logprob: float | None
@@ -43,10 +45,10 @@ class Scored(NamedTuple):
 
 
 class Queue:
-    """Runs one piece of work at a time, in the order of arrival, always in the same thread.
+    """Runs one piece of work at a time, in order of arrival, always in the same thread.
 
     Args:
-        most: requests that may wait or run.
+        most: maximum number of requests that wait or run.
     """
 
     def __init__(self, most: int) -> None:
@@ -57,19 +59,25 @@ class Queue:
         """Do the work when its turn comes.
 
         Args:
-            work: is called in the engine's thread with an event that is set once the client has gone, and
-                raises `GoneError` when it sees that.
-            gone: says whether the client has closed its connection.
+            work: called in the engine's thread with an event that is set when the client disconnects; it then
+                raises `GoneError`.
+            gone: returns True once the client has closed its connection.
 
         Raises:
-            FullError: too many requests wait.
-            GoneError: the client went away first.
+            FullError: too many requests are waiting.
+            GoneError: the client disconnected first.
         """
         if self.here >= self.most:
             raise FullError
         self.here += 1
         left = Event()
-        task = asyncio.wrap_future(self._thread.submit(_unless, left, work))
+
+        def turn() -> Result:
+            if left.is_set():
+                raise GoneError
+            return work(left)
+
+        task = asyncio.wrap_future(self._thread.submit(turn))
         try:
             while not (await asyncio.wait({task}, timeout=0.1))[0]:
                 if not left.is_set() and await gone():
@@ -80,19 +88,13 @@ class Queue:
             self.here -= 1
 
 
-def _unless(left: Event, work: Callable[[Event], Result]) -> Result:
-    if left.is_set():
-        raise GoneError
-    return work(left)
-
-
 class Worker:
-    """Answers requests with one system; its engine stays, and with it the CUDA graphs.
+    """Runs requests with one system. Its engine is reused, and with it the CUDA graphs.
 
     Args:
         target: the frozen model.
-        parts: what drafts, evicts, selects or holds the target's cache.
-        shape: what is drafted; None without a draft.
+        parts: draft, evictor, selector or cache of the system.
+        shape: the shape of the drafted tree; None without a draft.
     """
 
     def __init__(self, target: Target, parts: Parts, shape: TreeShape | ShapeChoice | None) -> None:
@@ -100,50 +102,53 @@ class Worker:
         self.engine = Engine(target, parts)
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], left: Event, send: Callable[[str], None] | None, **asked: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        left: Event,
+        send: Callable[[str], None] | None = None,
+        **asked: Any,
     ) -> Generation:
         """Continue prompts.
 
         Args:
-            prompts: token ids of each.
-            left: set once nobody waits for the answer.
-            send: takes the first prompt's text piece by piece, as soon as each is certain.
-            asked: of `Engine.generate`.
+            prompts: token ids of each prompt.
+            left: set when the client has disconnected.
+            send: receives the first prompt's new text in pieces, each as soon as it is final.
+            asked: arguments of `Engine.generate`.
 
         Raises:
-            GoneError: nobody waits any more.
-            ConfigError, DataError: as `Engine.generate` says.
+            GoneError: `left` was set.
+            ConfigError, DataError: as from `Engine.generate`.
         """
         ends = () if asked["ignore_eos"] else self.target.info.eos_ids
-        writer = _Sender(self.target, colour=False, stop=asked["stop"], ends=ends)
-        writer.send = send
+        writer = send and TextWriter(self.target, colour=False, stop=asked["stop"], ends=ends, write=send)
 
         def grown(sequence: int, tokens: list[int], drafted: list[bool]) -> None:
             if left.is_set():
                 raise GoneError
-            if send is not None and sequence == 0:
+            if writer and sequence == 0:
                 writer(sequence, tokens, drafted)
 
-        generation = self.engine.generate(prompts, shape=self.shape, stream=grown, **asked)
-        if send is not None and generation.texts:
-            writer.close(generation.texts[0])
-        return generation
+        made = self.engine.generate(prompts, shape=self.shape, stream=grown, **asked)
+        if writer and made.texts:
+            writer.close(made.texts[0])
+        return made
 
     @torch.no_grad()
     def score(self, context: Sequence[int], tokens: Sequence[int], *, top: int, whole: bool) -> list[Scored]:
-        """Log-probabilities of the tokens after a context.
+        """Compute the log-probabilities of the tokens after a context.
 
         Args:
-            context: token ids, one at least.
-            tokens: the tokens to score; may be none.
-            top: how many of the likeliest tokens to list at each place.
-            whole: on the full cache, and not on what the system keeps or reads of the context.
+            context: token ids, one or more.
+            tokens: the tokens to score; may be empty.
+            top: number of most likely tokens to list at each position.
+            whole: read the context on the full cache, not with the system's own evictor, selector or cache.
         """
         parts, found = Parts() if whole else self.parts, list[Scored]()
         if not tokens:
             return found
         read = read_contexts(self.target, parts, [context], scored=[tokens])
-        for _, at, logits_TV in foretold(self.target, read, [tokens], selector=parts.selector):
+        for _, at, logits_TV in predicted_logits(self.target, read, [tokens], selector=parts.selector):
             here_T = torch.tensor(tokens[at : at + len(logits_TV)], device=logits_TV.device)
             log_TV = logits_TV.log_softmax(-1)
             own = log_TV.gather(1, here_T[:, None])[:, 0].tolist()
@@ -151,14 +156,3 @@ class Worker:
             tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
             found += map(Scored, here_T.tolist(), own, tops)
         return found
-
-
-class _Sender(TextWriter):
-    """Sends text instead of printing it."""
-
-    send: Callable[[str], None] | None = None
-
-    def show(self, shown: Sequence[tuple[str, bool]]) -> None:
-        """Send characters that are certain."""
-        if shown and self.send is not None:
-            self.send("".join(char for char, _ in shown))

@@ -1,1 +1,1 @@
-"""Attention of whole rows and long prefixes, by FlashAttention or torch: packed, own keys, ragged, split."""
+"""Attention over packed sequences and long prefixes, by FlashAttention or torch."""

@@ -1,11 +1,13 @@
-"""Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
+"""Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn if it is installed.
 
-On a GPU of compute capability 9.0 long segments run torch's attention of whole sequences, there cuDNN's: up
-to twice as fast as the kernel for segments of different lengths. Neighbours of one length share a call.
+On a GPU of compute capability 9.0 long segments use torch's attention of whole sequences, which is cuDNN's:
+up to twice as fast as the kernel for segments of different lengths. Adjacent segments of equal length share a
+call.
 
-K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
-dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
-blocks of keys, with the global lse, it gives the same dQ and keeps only one block's dK and dV at a time.
+K and V that need no gradient (a frozen target's) have a backward of their own: flash's backward always writes
+dK and dV, expanded to the query heads, which for a long prefix is larger than everything else in a step. Over
+blocks of keys, with the global lse, it gives the same dQ and stores only one block's dK and dV at a time.
+
 Shapes: T queries, S keys, H query heads, G KV heads, D head dim.
 """
 
@@ -37,7 +39,7 @@ _NEEDED = {
 
 
 def _operators_fit() -> bool:
-    """Whether this torch's private flash operators still take what is passed here."""
+    """True if this version of torch still has the private flash operators with the arguments used here."""
     for name, needed in _NEEDED.items():
         op = getattr(torch.ops.aten, name, None)
         missing = needed if op is None else needed - {arg.name for arg in op.default._schema.arguments}
@@ -52,17 +54,17 @@ _FITS = _operators_fit()
 
 @lru_cache(maxsize=16)
 def flash_device(device: torch.device) -> bool:
-    """Whether the device runs flash attention: CUDA of compute capability 8.0 or more."""
+    """True if the device supports flash attention: CUDA with compute capability 8.0 or more."""
     return _FITS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def wholes_pay(device: torch.device) -> bool:
-    """Whether attention of whole sequences (cuDNN's) is faster there than that of segments of any lengths."""
+    """True if cuDNN's attention of whole sequences is faster on the device than that of segments."""
     return hopper(device)
 
 
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
-    """Whether the flash kernel takes these tensors: half precision and head size 8, 16 .. 256 there."""
+    """True if the flash kernel supports these tensors: half precision, head size 8, 16 .. 256."""
     D = q_THD.shape[2]
     half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
     return half and flash_device(q_THD.device) and D % 8 == 0 and D <= 256
@@ -94,20 +96,20 @@ def flash_segments(
 
 
 def _tails(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
-    """From each span's first row to the end of x, as views; only for calls without gradients."""
+    """Views of x from each span's start to its end; only for calls without gradients."""
     return [x[start:] for start, _ in spans]
 
 
 def _runs(parts: list[Segment], *, frozen: bool, whole: int | None) -> list[tuple[str, list[Segment]]]:
-    """Neighbouring segments that one call takes, each with the kind of that call.
+    """Group adjacent segments into calls, each with the kind of that call.
 
-    `short`: torch's kernel for segments of different lengths. `long`: neighbours of one length, as whole
-    sequences. `far`: one segment whose frozen keys go far beyond its queries.
+    `short`: torch's kernel for segments of different lengths. `long`: adjacent segments of one length, as
+    whole sequences. `far`: one segment whose frozen keys extend far beyond its queries.
 
     Args:
         parts: the segments.
-        frozen: whether only queries ask for a gradient.
-        whole: rows from which on a segment is attended as a whole sequence; None: none is.
+        frozen: True if only queries need a gradient.
+        whole: number of tokens from which on a segment is attended as a whole sequence; None: none is.
     """
     runs: list[tuple[str, list[Segment]]] = []
     for part in parts:
@@ -126,26 +128,26 @@ def _runs(parts: list[Segment], *, frozen: bool, whole: int | None) -> list[tupl
 
 
 def _follows(part: Segment, last: Segment) -> bool:
-    """Whether a segment begins where the last ends, is as long, and is attended without rows behind it."""
+    """True if a segment begins where the last one ends, has the same length, and no tokens after it."""
     rows = part.q_stop - part.q_start
     begins = (part.q_start, part.k_start) == (last.q_stop, last.k_stop)
-    return begins and rows == last.q_stop - last.q_start and not _lacks(rows)
+    return begins and rows == last.q_stop - last.q_start and not _padding(rows)
 
 
-def _lacks(rows: int) -> int:
-    """Rows to put behind a segment: cuDNN plans each new length, so few lengths are used."""
+def _padding(rows: int) -> int:
+    """Number of tokens to append to a segment: cuDNN plans each new length, so few lengths are used."""
     return -rows % (1 << (rows.bit_length() - 5))
 
 
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
     """Causal attention of segments of one length as whole sequences.
 
-    A segment that lacks rows (`_lacks`) takes those that follow it in the tensors, or zeros where too few
-    follow: with gradients none do, for `cut` leaves none. No query of the segment sees them,
-    but their values are multiplied by weights of 0, so they must be finite.
+    A segment whose length is rounded up (`_padding`) is extended by the tokens that follow it in the tensors,
+    or by zeros if there are too few (with gradients none follow, since `cut` yields the segment alone). No
+    query of the segment sees them, but their values are multiplied by weights of 0, so they must be finite.
     """
     n = run[0].q_stop - run[0].q_start
-    more = _lacks(n)
+    more = _padding(n)
 
     def sequences(x_TXD: Tensor) -> Tensor:
         x_TXD = x_TXD[: len(run) * n + more]
@@ -213,7 +215,7 @@ def _forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, lse, and the two values that the backward wants back untouched."""
+    """Output, lse, and the two values (seed and offset) that the backward needs unchanged."""
     return torch.ops.aten._flash_attention_forward(
         *(_rows(x) for x in (q, k, v)), cu_q, cu_k, max_q, max_k, 0.0, window is None, False, scale=scale,
         **_sides(window),
@@ -225,12 +227,12 @@ def _sides(window: int | None) -> dict[str, int]:
 
 
 def _longest(sizes: tuple[int, ...]) -> int:
-    """At least 2: told that no segment has two queries, the kernel folds heads into rows, its lse too."""
+    """Longest segment, at least 2: with 1 the kernel would fold heads into queries, in its lse too."""
     return max(2, *sizes)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The kernel wants the head dim contiguous and nothing else."""
+    """The tensor with a contiguous head dim, the kernel's only requirement on strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -259,7 +261,7 @@ class _Varlen(torch.autograd.Function):
 
 
 class _FrozenMemory(torch.autograd.Function):
-    """One segment over many more keys than queries, where K and V want no gradient."""
+    """One segment with many more keys than queries, whose K and V need no gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -285,9 +287,9 @@ class _FrozenMemory(torch.autograd.Function):
 
 
 def key_blocks(n_q: int, n_k: int, block: int) -> list[tuple[int, int, bool]]:
-    """Blocks (low, high, causal) of a segment's keys: every row sees all of each but the last, causal one.
+    """Blocks (low, high, causal) of a segment's keys: every query sees all of each but the last, causal one.
 
-    The last one holds the n_q keys around the diagonal and so stays bottom-right aligned by itself.
+    The last one has the n_q keys around the diagonal and so is bottom-right aligned by itself.
     """
     diagonal = (n_k - n_q) // block * block
     return [(low, low + block, False) for low in range(0, diagonal, block)] + [(diagonal, n_k, True)]

@@ -1,11 +1,12 @@
-"""Attention over packed segments where each row also sees some keys of its own, in one softmax.
+"""Attention over packed segments where each token also sees some keys of its own, in one softmax.
 
-Formula, row r of a segment with n_q queries and n_k keys: softmax over scale * q_r·k_c for the keys c that
-`packed` lets it see, and over scale * q_r·o_m[r] for each of its own keys m. A draft that is trained over
+Formula, query r of a segment with n_q queries and n_k keys: softmax over scale * q_r·k_c for the keys c that
+are visible in `packed`, and over scale * q_r·o_m[r] for each of its own keys m. A draft that is trained over
 several steps of its own (EAGLE-3's training-time test) reads the first step's keys as segments, and the keys
-of its later steps row by row.
-Shapes: T queries, S keys, H query heads, G KV heads (H a multiple of G), D head dim, R rows of a block,
-C keys that a block sees, M own keys of a row, g = H / G.
+of its later steps token by token.
+
+Shapes: T queries, S keys, H query heads, G KV heads (H a multiple of G), D head dim, R queries of a block, C
+keys that a block sees, M own keys of a token, g = H / G.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from longtrain.kernels.attention.own_keys_flash import OwnKeysFlash
 from longtrain.kernels.attention.segments import Segment, segments
 
 _ROWS = 128
-"""Rows of one masked block."""
+"""Queries of one masked block."""
 
 
 class OwnKey(NamedTuple):
-    """One further key and value for each row.
+    """One further key and value for each token.
 
     Args:
         k_TGD: its key, after RoPE.
         v_TGD: its value.
-        visible_T: bool, the rows that see it; None: all.
+        visible_T: bool mask of the tokens that see it; None: all.
     """
 
     k_TGD: Tensor
@@ -51,33 +52,34 @@ def own_keys_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Segmented causal attention, bottom-right aligned, and own keys of each row; differentiable in all.
+    """Segmented causal attention, bottom-right aligned, with own keys of each token; differentiable in all.
 
-    bf16 and fp16 on a GPU run flash attention over the segments, merged with the own keys, and flash's
-    backward under the lse of both; everything else runs masked blocks in the tensors' own dtype.
+    bf16 and fp16 on a GPU use flash attention over the segments, merged with the own keys, and flash's
+    backward with the lse of both; everything else uses masked blocks in the tensors' own dtype.
 
     Args:
         q_THD: queries, after RoPE.
         k_SGD: keys of the segments, after RoPE.
         v_SGD: their values.
-        q_bounds: segment bounds in q, on the host; every row lies in a segment.
+        q_bounds: segment bounds in q, on the host; every token is in a segment.
         k_bounds: segment bounds in k and v, as many; a segment has at least as many keys as queries.
-        own: further keys of each row.
+        own: further keys of each token.
         scale: softmax scale.
-        window: keys of its segment before its own that a row sees; None: all of them.
+        window: number of previous keys of its segment that a token sees; None: all.
 
-    Returns: out_THD in q's dtype.
+    Returns:
+        out_THD in q's dtype.
 
     Raises:
-        DataError: bounds that decrease, leave the tensors, differ in number or leave a row without keys.
+        DataError: bounds that decrease, leave the tensors, differ in number or leave a token without keys.
     """
     parts = segments(q_bounds, k_bounds, len(q_THD), len(k_SGD))
     edges = [0, *(part.q_stop for part in parts)]
     if [part.q_start for part in parts] != edges[:-1] or edges[-1] != len(q_THD):
         raise refusal(
             DataError,
-            f"attention with own keys over q_bounds {tuple(q_bounds)[:8]} of {len(q_THD)} rows",
-            "bounds that hold every row, each with a key of its segment",
+            f"attention with own keys over q_bounds {tuple(q_bounds)[:8]} of {len(q_THD)} tokens",
+            "bounds that cover every token, each with a key of its segment",
         )
     if flash_serves(q_THD, k_SGD):
         flat = [part for one in own for part in one[:2]]
@@ -103,8 +105,8 @@ def _masked(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Rows low..high of a segment: one softmax over the keys they can see and their own."""
-    shift = part.k_stop - part.q_stop  # the row's own key stands so far behind it
+    """Queries low..high of a segment: one softmax over the keys visible to them and their own."""
+    shift = part.k_stop - part.q_stop  # index of a query's own key minus that of the query
     first = part.k_start if window is None else max(part.k_start, low + shift - window)
     k_CGD, v_CGD = k_SGD[first : high + shift], v_SGD[first : high + shift]
     H, G = q_THD.shape[1], k_SGD.shape[1]

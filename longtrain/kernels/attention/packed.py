@@ -1,7 +1,8 @@
 """Attention over packed segments: each segment's queries see its own keys, causally, aligned at their ends.
 
-Formula, row r of a segment with n_q queries and n_k keys: softmax over c of scale * q_r·k_c, with
+Formula, query r of a segment with n_q queries and n_k keys: softmax over c of scale * q_r·k_c, with
 max(0, e - window) <= c <= e and e = n_k - n_q + r.
+
 Shapes: T queries, S keys, H query heads, G KV heads (H a multiple of G), D head dim.
 """
 
@@ -18,7 +19,7 @@ from longtrain.kernels.attention.flash import flash_segments, flash_serves
 from longtrain.kernels.attention.segments import Segment, cut, segments, spread
 
 _ROWS = 128
-"""Rows of one masked block: a block reads the keys it can see and no others, and its mask stays small."""
+"""Queries of one masked block: a block reads only keys visible to it, and its mask stays small."""
 
 
 def packed_attention(
@@ -33,25 +34,25 @@ def packed_attention(
 ) -> Tensor:
     """Segmented causal attention, bottom-right aligned; differentiable in q, k and v.
 
-    bf16 and fp16 on a GPU run flash attention; everything else runs masked blocks in the tensors' own dtype.
+    bf16 and fp16 on a GPU use flash attention; everything else uses masked blocks in the tensors' own dtype.
 
     Args:
         q_THD: queries, after RoPE.
         k_SGD: keys, after RoPE.
         v_SGD: values.
-        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Rows outside
+        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Tokens outside
             all segments give 0.
         k_bounds: segment bounds in k and v, as many as `q_bounds`.
         scale: softmax scale, usually D ** -0.5.
-        window: keys before its own that a row sees besides its own (512 means 513 keys); None: all of them.
+        window: number of previous keys that a token sees besides its own (512 means 513 keys); None: all.
 
     Returns:
-        out_THD in q's dtype. Rows that see nothing (n_k < n_q leaves the first n_q - n_k such) give 0 and
-        pass no gradient.
+        out_THD in q's dtype. Tokens that see nothing (the first n_q - n_k of a segment with n_k < n_q) give 0
+        and pass no gradient.
 
     Raises:
-        DataError: bounds that decrease, leave the tensors or differ in number; a negative window; heads that
-            do not divide.
+        DataError: bounds that decrease, leave the tensors or differ in number; a negative window; query heads
+            that are no multiple of the KV heads.
     """
     if q_THD.shape[1] % k_SGD.shape[1] or k_SGD.shape != v_SGD.shape or q_THD.shape[2] != k_SGD.shape[2]:
         raise refusal(
@@ -60,7 +61,7 @@ def packed_attention(
             "one head size, and query heads a multiple of KV heads",
         )
     if window is not None and window < 0:
-        raise refusal(DataError, f"attention window={window}", "0 (a row sees itself) or more, or None")
+        raise refusal(DataError, f"attention window={window}", "0 (a token sees itself) or more, or None")
     parts = segments(q_bounds, k_bounds, len(q_THD), len(k_SGD))
     if not parts:
         return torch.zeros_like(q_THD)
@@ -72,7 +73,7 @@ def packed_attention(
 def _blocks(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, parts: list[Segment], *, scale: float, window: int | None
 ) -> Tensor:
-    """Masked attention in blocks of rows, each over the keys that some row of the block sees."""
+    """Masked attention in blocks of queries, each over the keys that any query of the block sees."""
     pieces = []
     q_spans = cut(q_THD, [(p.q_start, p.q_stop) for p in parts])
     k_spans = cut(k_SGD, [(p.k_start, p.k_stop) for p in parts])
@@ -81,7 +82,7 @@ def _blocks(
         offset = len(k) - len(q)
         q_blocks = q.split(_ROWS)
         for index, block in enumerate(q_blocks):
-            first = offset + index * _ROWS  # the last key that the block's first row sees
+            first = offset + index * _ROWS  # the last key that the block's first query sees
             low = 0 if window is None else max(0, first - window)
             high = first + len(block)
             pieces.append(_masked(block, k[low:high], v[low:high], first - low, scale=scale, window=window))
@@ -91,7 +92,7 @@ def _blocks(
 def _masked(
     q_RHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, first: int, *, scale: float, window: int | None
 ) -> Tensor:
-    """Rows r over keys c <= first + r; the query heads of a KV head are packed as rows: K is not repeated."""
+    """Queries r over keys c <= first + r; query heads of a KV head are packed, so K is not repeated."""
     R, H, D = q_RHD.shape
     C, G, _ = k_CGD.shape
     last_R = torch.arange(first, first + R, device=q_RHD.device)[:, None]

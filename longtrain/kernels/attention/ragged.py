@@ -1,8 +1,9 @@
-"""Attention over prefixes that every row sees, of one length or of one length a sequence and KV head.
+"""Attention over prefixes that every query sees, of equal length or of one for each sequence and KV head.
 
-Formula: out = softmax(scale q·K) V and its natural-log lse, over rows start_x .. start_x + n_x of flat K and
-V for segment x = (sequence, KV head). On a GPU a segment is cut into pieces that flash attention takes as
-sequences of their own, so that a long one is spread over the whole device; they are merged by lse.
+Formula: out = softmax(scale q·K) V and its natural-log lse, over entries start_x .. start_x + n_x of flat K
+and V for segment x = (sequence, KV head). On a GPU a segment is cut into pieces that flash attention
+processes as sequences of their own, so that a long one uses the whole device; they are merged by lse.
+
 Shapes: B batch, G KV heads, X = B * G segments, P pieces, J pieces of one segment, R packed rows (T new
 tokens x H/G query heads), S keys, N flat keys of all segments, D head dim.
 """
@@ -25,15 +26,15 @@ PIECE = 1024
 
 @dataclass(frozen=True)
 class Segments:
-    """Where each segment's rows lie; made once by `segments_of`.
+    """Ranges of the segments; computed once by `segments_of`.
 
     Args:
-        start_X: first flat row, int64.
-        count_X: rows, int64, at least 1.
-        longest: most rows of a segment, on the host.
-        bounds_P: bounds of the pieces in the flat rows, int32, P + 1 of them.
+        start_X: index of the first flat entry, int64.
+        count_X: number of entries, int64, at least 1.
+        longest: most entries of a segment, on the host.
+        bounds_P: bounds of the pieces in the flat entries, int32, P + 1 of them.
         owner_P: segment of each piece, int64.
-        piece_XJ: pieces of each segment, int64, filled up with P.
+        piece_XJ: pieces of each segment, int64, padded with P.
     """
 
     start_X: Tensor
@@ -45,7 +46,7 @@ class Segments:
 
 
 def segments_of(counts: Sequence[int], device: torch.device) -> Segments:
-    """Segments of these many rows, one after the other."""
+    """Segments of these lengths, concatenated."""
     starts = list(accumulate(counts, initial=0))
     owner: list[int] = []
     sizes: list[int] = []
@@ -67,7 +68,7 @@ def segments_of(counts: Sequence[int], device: torch.device) -> Segments:
 
 
 def even_attention(q_BGRD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Every row over all S keys of its sequence and KV head.
+    """Attention of every query over all S keys of its sequence and KV head.
 
     Returns:
         out_BGRD in q's dtype, lse_BGR in fp32 (fp64 for fp64).
@@ -83,20 +84,20 @@ def even_attention(q_BGRD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: flo
 def ragged_attention(
     q_BGRD: Tensor, k_ND: Tensor, v_ND: Tensor, segments: Segments, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Every row over all keys of its segment.
+    """Attention of every query over all keys of its segment.
 
     Args:
         q_BGRD: queries, the query heads of a KV head packed as rows.
         k_ND: keys of all segments.
         v_ND: values.
-        segments: the places of each one's rows.
+        segments: ranges of the segments.
         scale: softmax scale.
 
     Returns:
         out_BGRD in q's dtype, lse_BGR in fp32 (fp64 for fp64).
     """
     B, G, R, D = q_BGRD.shape
-    q_XRD = q_BGRD.reshape(B * G, R, D)
+    q_XRD = q_BGRD.reshape(B * G, R, D)  # a segment for each sequence and KV head
     serves = split_serves(q_BGRD)
     out, lse = (_flash if serves else _padded)(q_XRD, k_ND, v_ND, segments, scale)
     return out.view(B, G, R, D), lse.view(B, G, R)
@@ -105,7 +106,7 @@ def ragged_attention(
 def masked_rows(
     q_BGRD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_B1RS: Tensor | None, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain attention under a mask with its lse, in fp32 or wider; a row that sees nothing: 0 and -inf."""
+    """Plain attention under a mask with its lse, in fp32 or wider; 0 and -inf where nothing is seen."""
     wide = torch.promote_types(q_BGRD.dtype, torch.float32)
     score_BGRS = (q_BGRD.to(wide) * scale) @ k_BGSD.to(wide).transpose(-1, -2)
     if visible_B1RS is not None:
@@ -129,7 +130,7 @@ def merge_pieces(out_PRD: Tensor, lse_PR: Tensor, piece_XJ: Tensor) -> tuple[Ten
 def _padded(
     q_XRD: Tensor, k_ND: Tensor, v_ND: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Segments filled up to the longest, under a mask."""
+    """Attention of segments padded to the longest, under a mask."""
     at_S = torch.arange(segments.longest, device=q_XRD.device)
     inside_XS = at_S < segments.count_X[:, None]
     row_XS = segments.start_X[:, None] + torch.where(inside_XS, at_S, 0)
@@ -142,7 +143,7 @@ def _padded(
 def _flash(
     q_XRD: Tensor, k_ND: Tensor, v_ND: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Pieces as the sequences of one variable-length call."""
+    """Attention with the pieces as sequences of one variable-length call, merged by lse."""
     X, R, D = q_XRD.shape
     P = len(segments.owner_P)
     q_PRD = q_XRD if P == X else q_XRD[segments.owner_P]
@@ -152,14 +153,14 @@ def _flash(
         v_ND[:, None],
         _steps(P, R, q_XRD.device),
         segments.bounds_P,
-        max(R, 2),  # told that no sequence has two queries, the kernel lays its lse out otherwise
+        max(R, 2),  # with a maximum of 1 query the kernel gives its lse another layout
         min(segments.longest, PIECE),
         0.0,
         False,
         False,
         scale=scale,
     )[:2]
-    # [1, P * R], or padded [P, 1, rows] from older versions.
+    # the lse is [1, P * R], or padded [P, 1, queries] in older versions of torch
     lse_PR = lse.view(P, R) if lse.dim() == 2 else lse[:, 0, :R]
     out_PRD = out.view(P, R, D)
     if P == X:
@@ -170,5 +171,5 @@ def _flash(
 
 @lru_cache(maxsize=256)
 def _steps(count: int, size: int, device: torch.device) -> Tensor:
-    """Bounds of `count` sequences of `size` rows."""
+    """Bounds of `count` sequences of `size` tokens."""
     return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)

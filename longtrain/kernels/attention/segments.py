@@ -1,6 +1,6 @@
-"""Segments of packed rows, and cutting tensors into them with one autograd node each way.
+"""Segments of a packed sequence, and splitting tensors into them with one autograd node each way.
 
-Shapes: T rows of a packed tensor.
+Shapes: T tokens of a packed tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Segment:
 
 
 def segments(q_bounds: Sequence[int], k_bounds: Sequence[int], n_q: int, n_k: int) -> list[Segment]:
-    """The segments in which some row sees some key; leading rows that see nothing are trimmed away.
+    """The segments in which some token sees a key; leading tokens that see nothing are trimmed.
 
     Args:
         q_bounds: bounds in q, not decreasing, within 0..n_q.
         k_bounds: bounds in k, as many.
-        n_q: rows of q.
-        n_k: rows of k.
+        n_q: number of queries.
+        n_k: number of keys.
 
     Raises:
         DataError: bounds that decrease, leave the tensors or differ in number.
@@ -52,21 +52,21 @@ def segments(q_bounds: Sequence[int], k_bounds: Sequence[int], n_q: int, n_k: in
 
 
 def cut(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
-    """The spans of x's rows, as views; one split, so the backward is one concatenation."""
+    """Spans of x as views; one split, so the backward is one concatenation."""
     if len(spans) == 1 and spans[0] == (0, len(x)):
         return [x]
     return list(x.split(_sizes(spans, len(x)))[1::2])
 
 
 def joined(x: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """The spans of x's rows one after the other; a view where they already are."""
+    """Spans of x concatenated; a view if they are contiguous."""
     if all(a[1] == b[0] for a, b in pairwise(spans)):
         return x[spans[0][0] : spans[-1][1]]
     return torch.cat(cut(x, spans))
 
 
 def spread(x: Tensor, spans: list[tuple[int, int]], n: int) -> Tensor:
-    """The inverse of `joined`: x's rows at their spans of n rows, zeros between."""
+    """The inverse of `joined`: x placed at its spans of n tokens, zeros between."""
     if len(x) == n:
         return x
     sizes = _sizes(spans, n)

@@ -1,4 +1,4 @@
-"""Attention of a few rows over a long prefix that all of them see and a short rest under a mask.
+"""Attention of a few queries over a long prefix that all of them see, and a short rest under a mask.
 
 Formula: merge(flash(q, K[:prefix]), softmax(q·K[prefix:] + mask)) by their lse. Flash splits the prefix over
 the whole GPU because it has no mask; a masked kernel would not.
@@ -14,7 +14,7 @@ from longtrain.kernels.attention.flash import flash_device
 
 
 def split_serves(q_BGRD: Tensor) -> bool:
-    """Whether `split_attention` pays: half precision on a GPU that has flash attention."""
+    """True if `split_attention` is faster: half precision on a GPU with flash attention."""
     half = q_BGRD.dtype in (torch.bfloat16, torch.float16)
     return half and flash_device(q_BGRD.device) and q_BGRD.shape[-1] % 8 == 0 and q_BGRD.shape[-1] <= 256
 
@@ -28,8 +28,8 @@ def split_attention(
         q_BGRD: queries, the query heads of a KV head packed as rows.
         k_BGSD: keys.
         v_BGSD: values.
-        prefix: keys that every row sees, 1 or more.
-        visible_B1RC: bool, which of the C = S - prefix last keys each row sees; R may be 1 (for all).
+        prefix: number of keys that every query sees, 1 or more.
+        visible_B1RC: bool mask of the C = S - prefix last keys; R may be 1 (for all queries).
         scale: softmax scale.
 
     Returns:
@@ -42,6 +42,7 @@ def split_attention(
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     near, near_lse = op(q_BGRD, k_BGSD[:, :, :prefix], v_BGSD[:, :, :prefix], scale=scale)[:2]
     wide = torch.promote_types(q_BGRD.dtype, torch.float32)
+    # the rest under its mask, [B, G, R, C]; then merged with the prefix by lse
     score_BGRC = (q_BGRD.to(wide) * scale) @ k_BGSD[:, :, prefix:].to(wide).transpose(2, 3)
     score_BGRC = score_BGRC.masked_fill(~visible_B1RC, -torch.inf)
     rest_lse = torch.logsumexp(score_BGRC, -1)

@@ -1,8 +1,9 @@
 """The best continuations of all nodes of a tree level together, by cumulative log-probability.
 
-Triton where `kernels.devices` says so; plain torch, written here, everywhere else. Among equal ones the
-kernels take the lowest token of the first node; torch does not say which it takes.
-Shapes: B batch, M nodes of a level, V vocabulary, K continuations wanted.
+Triton if `kernels.devices` supports it, else plain torch (in this file). Among equal ones the kernels take
+the lowest token of the first node; torch does not define an order.
+
+Shapes: B batch, M nodes of a level, V vocabulary, K continuations requested.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.kernels.beam.tree import GrowingTree
+from longtrain.kernels.beam.tree import ExpandingTree
 from longtrain.kernels.devices import kernels_serve
 
-__all__ = ["GrowingTree", "best_continuations"]
+__all__ = ["ExpandingTree", "best_continuations"]
 
 _MOST = 64
 """Most continuations of the kernels, which look for one after the other."""
@@ -26,7 +27,7 @@ def best_continuations(
     temperature: float,
     *,
     ids_V: Tensor | None = None,
-    tree: GrowingTree | None = None,
+    tree: ExpandingTree | None = None,
     above: int = 0,
     nodes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,12 +38,13 @@ def best_continuations(
         score_BM: log-probability of each node.
         width: K, at most M V (and M times K of one node's).
         temperature: the number that logits are divided by.
-        ids_V: what tokens are called in the result, int64; None: their own numbers.
+        ids_V: token id in the result for each index of V, int64; None: the index itself.
         tree: the best continuations become its next level.
         above: index in `tree` of the first of the M nodes, which are its last level so far.
-        nodes: how many continuations `tree` gets; None: all.
+        nodes: number of continuations added to `tree`; None: all.
 
-    Returns: tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
+    Returns:
+        tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
     """
     M, V = logits_BMV.shape[1:]
     few = min(width, V)
@@ -54,7 +56,7 @@ def best_continuations(
         )
     wide = torch.promote_types(logits_BMV.dtype, torch.float32)
     logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
-    # Only a node's own best `width` can be among the best of all.
+    # only a node's own best `width` can be among the best of all
     few_BMK, token_BMK = logp_BMV.topk(few, dim=-1)
     total_BX = (score_BM[..., None].to(wide) + few_BMK).flatten(1)
     best_BK, at_BK = total_BX.topk(width, dim=-1)

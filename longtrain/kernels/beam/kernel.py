@@ -1,8 +1,10 @@
-"""Triton kernels of `kernels.beam`, and their launches: of chunks, of nodes, of levels.
+"""Triton kernels of `kernels.beam`, and their launches: per chunk of a node's logits, per node, per level.
 
-A number and its place make one 64-bit key whose order is that of the numbers, lowest place first among equal
-ones; a program takes the largest key as often as it is asked to.
-Shapes: as there; R = B M nodes, C chunks of a row, F = min(K, V) continuations of a node.
+A number and its index make one 64-bit key whose order is that of the numbers, lowest index first among equal
+ones; a program selects the best by repeatedly taking the largest key.
+
+Shapes: as in `kernels.beam`; R = B M nodes, C chunks of a node's logits, F = min(K, V) continuations of a
+node.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.beam.tree import GrowingTree
+from longtrain.kernels.beam.tree import ExpandingTree
 from longtrain.kernels.devices import chaining, launched_on
 
 _COLUMNS = 1024
@@ -25,7 +27,7 @@ _FAR = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _key(x, at):
-    """Key of fp32 numbers at places below 2^31."""
+    """Key of fp32 numbers at indices below 2^31."""
     bits = x.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & _FAR)
     return (order.to(tl.int64) << 32) | (at ^ _FAR).to(tl.int64)
@@ -40,7 +42,7 @@ def _number(key):
 
 @triton.jit
 def _place(key):
-    """The place of a key."""
+    """The index of a key."""
     return (key & _FAR).to(tl.int32) ^ _FAR
 
 
@@ -49,7 +51,7 @@ def _chunk_kernel(
     x_ptr, key_ptr, top_ptr, sum_ptr, x_m, V, temperature,
     F: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Largest, sum of exponentials and the F best keys of a chunk of a row."""
+    """Maximum, sum of exponentials and the F best keys of a chunk of a node's logits."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -100,8 +102,8 @@ def _level_kernel(
 ):  # fmt: skip
     """The K best continuations among the `count` of all nodes of a sequence.
 
-    ADDED above 0: the best so many also become nodes `first, ...` of its tree of N, where they continue nodes
-    `above, ...`. CHILDREN and NODES are K and N rounded up to powers of 2.
+    ADDED above 0: that many of the best also become nodes `first, ...` of its tree of N nodes, as children of
+    nodes `above, ...`. CHILDREN and NODES are K and N rounded up to powers of 2.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -136,7 +138,7 @@ def _level_kernel(
 
 def best_continuations(
     logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float, ids_V: Tensor | None,
-    tree: GrowingTree | None, above: int, added: int,
+    tree: ExpandingTree | None, above: int, added: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.beam.best_continuations`."""
     B, M, V = logits_BMV.shape

@@ -1,4 +1,4 @@
-"""Trees while they are drafted: the tokens, the parents and the mask of the nodes so far.
+"""Trees during drafting: tokens, parents and attention mask of the nodes so far.
 
 Shapes: B batch, N nodes of a tree, K nodes that are added.
 """
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class GrowingTree:
-    """Trees of one shape that are filled level by level; the rows behind the last level hold no values yet.
+class ExpandingTree:
+    """Trees of one shape that are filled level by level; nodes after the last level are undefined.
 
     Args:
         tokens_BN: token of each node, int64.
         parents_BN: parent of each node, int64; -1 for the root.
-        sees_BNN: bool; which nodes each node sees: its ancestors and itself.
+        sees_BNN: bool mask of the nodes that each node sees: its ancestors and itself.
     """
 
     tokens_BN: Tensor
@@ -26,8 +26,8 @@ class GrowingTree:
     sees_BNN: Tensor
 
     @classmethod
-    def of(cls, root_B: Tensor, nodes: int) -> GrowingTree:
-        """Trees with room for so many nodes, which hold their roots so far."""
+    def of(cls, root_B: Tensor, nodes: int) -> ExpandingTree:
+        """Trees with room for `nodes` nodes, of which only the root is set."""
         tokens_BN, parents_BN = root_B.new_empty((2, len(root_B), nodes)).unbind(0)
         sees_BNN = torch.empty((len(root_B), nodes, nodes), dtype=torch.bool, device=root_B.device)
         tokens_BN[:, 0], parents_BN[:, 0] = root_B, -1

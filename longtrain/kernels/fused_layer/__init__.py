@@ -1,14 +1,16 @@
 """The small operators between a decoder layer's matrix products, one launch each instead of three to ten.
 
-`add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head where the
-model has it, then RoPE, in place, and new keys and values to their slots of a cache.  `swiglu`: silu(g) * u.
-`write_rows`: new keys and values to their slots alone.  `rotary`: cos and sin of positions.  `enter_rows`:
-what a step begins with, embeddings, their RMSNorm, cos and sin.
-Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, where no gradient is asked for
-(interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, written here. Both compute
+`add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head if the
+model has it, then RoPE, in place, and new keys and values to their positions in a cache.  `swiglu`: silu(g) *
+u. `write_rows`: new keys and values to their cache positions alone.  `rotary`: cos and sin of positions.
+`enter_rows`: the input of a step's first layer: embeddings, their RMSNorm, cos and sin.
+
+Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, if no gradient is needed
+(interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, in this file. Both compute
 in fp32 or wider inside.
-Shapes: B batch, T new rows, N = B * T rows, S slots, V vocabulary, E hidden dim, I intermediate dim, H query
-heads, G KV heads, D head dim.
+
+Shapes: B batch, T new tokens, N = B * T tokens, S cache positions, V vocabulary, E hidden dim, I intermediate
+dim, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = [
     "Slots",
     "add_rms_norm",
     "enter_rows",
-    "move_rows",
+    "move_entries",
     "rotary",
     "rotate_heads",
     "swiglu",
@@ -49,18 +51,19 @@ def enter_rows(
     path_BT: Tensor | None = None,
     normed_NE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """What the first layer reads of a step's rows, in one launch.
+    """Input of the first layer for a step's tokens, in one launch: embeddings, their norm, and rotary angles.
 
     Args:
         ids_BT: token ids, int64, of any strides.
         table_VE: embeddings.
         norm: weight [E] and epsilon of the RMSNorm that follows.
-        at: positions of the rows.
+        at: positions of the tokens.
         rotation: the rotary embedding, in the embeddings' dtype.
-        path_BT: which of the ids each row has, int64; None: row t the t-th.
-        normed_NE: written if given, any stride but 1 in the last dim.
+        path_BT: index into the ids for each token, int64; None: token t has the t-th id.
+        normed_NE: output buffer, last dim contiguous; None: a new one.
 
-    Returns: x_NE, its norm normed_NE, and cos and sin, each [N, D].
+    Returns:
+        x_NE, its norm normed_NE, and cos and sin, each [N, D].
     """
     if isinstance(rotation, Angles) and kernels_serve(table_VE):
         from longtrain.kernels.fused_layer import kernel
@@ -83,12 +86,13 @@ def add_rms_norm(
 
     Args:
         x_NE: residual stream.
-        add_NE: what a layer's half adds to it; None: nothing, and the first result is `x_NE` itself.
+        add_NE: output of attention or MLP to add; None: nothing, and the first result is `x_NE` itself.
         weight_E: weight of the norm.
         eps: epsilon of the norm.
-        normed_NE: written if given, any stride but 1 in the last dim.
+        normed_NE: output buffer, last dim contiguous; None: a new one.
 
-    Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
+    Returns:
+        sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
     """
     if kernels_serve(x_NE):
         from longtrain.kernels.fused_layer import kernel
@@ -108,17 +112,19 @@ def rotate_heads(
     eps: float = 1e-6,
     into: Slots | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one product: normed and rotated in place where that is possible.
+    """Queries, keys and values of one product: normed and rotated, in place in the kernel.
 
     Args:
         qkv_NX: query, key and value heads side by side, X = (H + 2 G) D; not to be used afterwards.
-        rope: cos and sin, each [N, D], halves paired as Hugging Face's Llama does.
+        rope: cos and sin, each [N, D], halves paired as in Hugging Face's Llama.
         heads: H and G.
         norms: RMSNorm weights of heads (Qwen3).
         eps: epsilon of those norms.
-        into: slots that keys and values go to as well; row n is row n % T of sequence n // T. None: nowhere.
+        into: cache positions that keys and values are written to as well; row n is token n % T of sequence n
+            // T. None: none.
 
-    Returns: q_NHD, k_NGD and v_NGD, views of one buffer.
+    Returns:
+        q_NHD, k_NGD and v_NGD, views of one buffer.
     """
     H, G = heads
     qkv_NHD = qkv_NX.unflatten(-1, (H + 2 * G, -1))
@@ -140,7 +146,7 @@ def rotate_heads(
 
 
 def swiglu(gate_up_NX: Tensor) -> Tensor:
-    """`silu(gate) * up` [N, I] of both side by side, [N, 2 I]."""
+    """`silu(gate) * up` [N, I] from gate and up side by side, [N, 2 I]."""
     if kernels_serve(gate_up_NX):
         from longtrain.kernels.fused_layer import kernel
 
@@ -150,12 +156,12 @@ def swiglu(gate_up_NX: Tensor) -> Tensor:
 
 
 def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
-    """Copy new keys and values to their slots.
+    """Copy new keys and values to their cache positions.
 
     Args:
-        k_BGTD: new keys, any strides but 1 in the last dim.
+        k_BGTD: new keys, last dim contiguous.
         v_BGTD: new values, likewise.
-        into: the slots that they go to.
+        into: the cache positions.
     """
     if kernels_serve(k_BGTD) and k_BGTD.dtype == into.k_BGSD.dtype:
         from longtrain.kernels.fused_layer import kernel
@@ -166,26 +172,28 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
     for buffer, new in ((into.k_BGSD, k_BGTD), (into.v_BGSD, v_BGTD)):
         rows_BTGD = new.transpose(1, 2).to(buffer.dtype)
-        if into.count_B is not None:  # the others are given what they hold
+        if into.count_B is not None:  # other positions keep their present entries
             stored_BT = torch.arange(new.shape[2], device=slot_BT.device) < into.count_B[:, None]
             rows_BTGD = torch.where(stored_BT[..., None, None], rows_BTGD, buffer[row_B1, :, slot_BT])
         buffer[row_B1, :, slot_BT] = rows_BTGD
 
 
-def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
-    """Move rows of a step to the step's begin: `path_BP[b, p]` to p, in place and in all layers.
+def move_entries(
+    k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None
+) -> None:
+    """Move accepted entries to the beginning of a step, in all layers and in place: `path_BP[b, p]` to p.
 
     Args:
-        k_LBGSD: buffer of keys, any strides but 1 in the last dim.
+        k_LBGSD: buffer of keys, last dim contiguous.
         v_LBGSD: buffer of values, of the same strides.
-        first_B: slot of each sequence's first row, int64, on the device.
-        path_BP: rows, increasing as far as they matter, so that none is below p there; int64.
-        wrap: slots of a ring, as in `Slots`.
+        first_B: cache position of each sequence's first entry of the step, int64, on the device.
+        path_BP: indices of entries, increasing up to the accepted length, so that none is below p; int64.
+        wrap: size of a ring buffer, as in `Slots`.
     """
     if kernels_serve(k_LBGSD):
         from longtrain.kernels.fused_layer import kernel
 
-        kernel.move_rows(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
+        kernel.move_entries(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
         return
     row_B1 = torch.arange(len(path_BP), device=path_BP.device)[:, None]
     source_BP = first_B[:, None] + path_BP
@@ -201,7 +209,7 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
 
     Args:
         pos_N: positions, int64.
-        frequency_F: radians a position, fp32.
+        frequency_F: radians per position, fp32.
         scaling: factor on cos and sin.
         dtype: dtype of the result.
     """

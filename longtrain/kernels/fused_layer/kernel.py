@@ -1,9 +1,10 @@
 """Triton kernels of `kernels.fused_layer`, and their launches.
 
-Where the device can, a kernel is launched before the one in front of it ends, and lets the next one in at
-once (CHAINED): it waits before it reads or writes what others do, and has by then read its own weights. So
-the next product may fetch its weights while these small kernels run.
-Shapes: as there.
+If the device supports it, a kernel is launched before its predecessor ends, and allows its successor to start
+at once (CHAINED): it waits before it reads or writes data of other kernels, and has read its own weights by
+then. So the next matrix product can prefetch its weights while these small kernels run.
+
+Shapes: as in `kernels.fused_layer`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +30,7 @@ def _add_rms_norm_kernel(
     x_ptr, add_ptr, weight_ptr, sum_ptr, normed_ptr, x_n, add_n, normed_n, eps,
     E: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum (rounded as it is stored) and norm."""
+    """One token: sum (rounded to the dtype in which it is stored) and its norm."""
     if CHAINED:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +53,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr, FIXED: tl.constexpr):
-    """Slot of row t of sequence b."""
+    """Buffer position of token t of sequence b."""
     slot = tl.load(slot_ptr + b).to(tl.int64) + at + t
     if FIXED:
         slot = tl.where(slot < FIXED, slot, FIXED + (slot - FIXED) % WRAP)
@@ -69,7 +70,7 @@ def _rotate_kernel(
     NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of one row: queries and keys in place; WRITE: keys and values to their slots too."""
+    """Rotate a few heads of one token: queries and keys in place; WRITE: also store keys and values."""
     if CHAINED:
         gdc_launch_dependents()
     half: tl.constexpr = D // 2
@@ -121,7 +122,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _swiglu_kernel(x_ptr, out_ptr, x_n, size: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
-    """Some columns of one row."""
+    """SwiGLU of some columns of one token."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -141,7 +142,7 @@ def _write_kernel(
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All KV heads of one new row."""
+    """Store all KV heads of one new token."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -164,7 +165,7 @@ def _move_kernel(
     P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WRAP: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a path in one head of one layer."""
+    """Move all entries of a path in one head of one layer."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -178,7 +179,7 @@ def _move_kernel(
     keep = (p < P)[:, None] & (dim < D)
     k = tl.load(k_ptr + at + source[:, None] * x_s + dim, mask=keep)
     v = tl.load(v_ptr + at + source[:, None] * x_s + dim, mask=keep)
-    tl.debug_barrier()  # a row may be one's source and another's goal
+    tl.debug_barrier()  # an entry may be the source of one move and the goal of another
     tl.store(k_ptr + at + goal[:, None] * x_s + dim, k, mask=keep)
     tl.store(v_ptr + at + goal[:, None] * x_s + dim, v, mask=keep)
 
@@ -188,7 +189,7 @@ def _rotary_kernel(
     pos_ptr, frequency_ptr, cos_ptr, sin_ptr, scaling, F: tl.constexpr, WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All angles of one row."""
+    """Compute RoPE's cosines and sines of one token, times `scaling`, twice: for both halves of a head."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -211,7 +212,7 @@ def _enter_kernel(
     E: tl.constexpr, WIDTH: tl.constexpr, F: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
     STEPS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token's embedding, the norm of that, and the angles of its position."""
+    """One token: its embedding, the norm of that embedding, and the angles of its position."""
     if CHAINED:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -291,7 +292,7 @@ def rotate_heads(
     eps: float,
     into: Slots | None,
 ) -> None:
-    """Queries and keys of `qkv_NHD`, in place; see `kernels.fused_layer.rotate_heads`."""
+    """Rotate queries and keys of `qkv_NHD` in place; see `kernels.fused_layer.rotate_heads`."""
     cos, sin = (dense_rows(part) for part in rope)
     N, _, D = qkv_NHD.shape
     H, G = heads
@@ -338,8 +339,10 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
         )  # fmt: skip
 
 
-def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
-    """See `kernels.fused_layer.move_rows`."""
+def move_entries(
+    k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None
+) -> None:
+    """See `kernels.fused_layer.move_entries`."""
     L, B, G, _, D = k_LBGSD.shape
     P = path_BP.shape[1]
     chained = chaining(k_LBGSD.device)
@@ -366,6 +369,6 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
 
 
 def _places(into: Slots) -> tuple[Tensor, Tensor]:
-    """First slots and counts as the kernels read them, one after another."""
+    """First buffer positions and counts, contiguous as the kernels require."""
     slot_B = into.slot_B.contiguous()
     return slot_B, slot_B if into.count_B is None else into.count_B.contiguous()

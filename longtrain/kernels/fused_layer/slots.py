@@ -1,6 +1,6 @@
-"""Where new rows stand in their texts, and where their keys and values go.
+"""Positions of new tokens, and the buffer positions of their keys and values.
 
-Shapes: B batch, T new rows, S slots, G KV heads, D head dim, F = D / 2 angles of a position.
+Shapes: B batch, T new tokens, S buffer positions, G KV heads, D head dim, F = D / 2 angles of a position.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Angles:
-    """A rotary embedding whose frequencies do not depend on the length of a text.
+    """A rotary embedding whose frequencies do not depend on the length of the sequence.
 
     Args:
-        frequency_F: radians a position, fp32.
+        frequency_F: radians per position, fp32.
         scaling: factor on cos and sin.
     """
 
@@ -27,17 +27,17 @@ class Angles:
 
 
 Rotation: TypeAlias = Angles | Callable[[Tensor], tuple[Tensor, Tensor]]
-"""A rotary embedding as constants, or as what gives cos and sin [..., D] of positions."""
+"""A rotary embedding: its constants, or a function from positions to cos and sin [..., D]."""
 
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Positions of the rows of a step, which a kernel adds up itself.
+    """Positions of the tokens of a step, as operands from which a kernel computes them.
 
     Args:
         pos_BT: int64, of any strides.
         ahead: added to all of them.
-        steps: whether row t stands t positions further.
+        steps: True if t is added to the position of token t as well.
     """
 
     pos_BT: Tensor
@@ -46,7 +46,7 @@ class RowPositions:
 
     @classmethod
     def after(cls, pos_B: Tensor, rows: int, *, ahead: int = 0, steps: bool = False) -> RowPositions:
-        """Rows of each sequence at one position, or from it on."""
+        """Positions of `rows` tokens of each sequence: all `pos_B`, or with `steps` consecutive from it."""
         return cls(pos_B[:, None].expand(-1, rows), ahead, steps)
 
     def sum(self) -> Tensor:
@@ -59,16 +59,17 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the new rows of a step go in a layer's buffers: row t to slot `slot_B[b] + at + t`.
+    """Buffer positions of a step's new entries in a layer: token t at `slot_B[b] + at + t`.
 
     Args:
-        k_BGSD: buffer of keys, any strides but 1 in the last dim.
+        k_BGSD: buffer of keys, last dim contiguous.
         v_BGSD: buffer of values, likewise.
-        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
-        at: slots after it.
-        wrap: slots of a ring, which a slot's number is taken modulo; None: it is no ring.
-        fixed: slots in front of a ring that it never comes round to; the ring's numbers count from there.
-        count_B: rows of each sequence that are stored, int64, on the device; None: all.
+        slot_B: first position of each sequence, int64, on the device; the caller checks that all tokens fit.
+        at: offset added to it.
+        wrap: size of a ring buffer: positions are taken modulo this; None: no ring.
+        fixed: number of positions before the ring that are never overwritten (sinks); the ring starts after
+            them.
+        count_B: number of tokens of each sequence that are stored, int64, on the device; None: all.
     """
 
     k_BGSD: Tensor
@@ -80,7 +81,7 @@ class Slots:
     fixed: int = 0
 
     def rows(self, count: int) -> Tensor:
-        """slot_BT of so many rows."""
+        """slot_BT, buffer positions of `count` tokens."""
         slot_BT = self.slot_B[:, None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
         if self.wrap is None:
             return slot_BT

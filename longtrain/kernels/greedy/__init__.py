@@ -1,8 +1,8 @@
-"""Greedy choices of a few rows: the largest of a row of logits, the path of a tree they accept, its tokens.
+"""Greedy decoding of a few tokens: argmax of logits, the accepted path of a tree, and its tokens.
 
-Triton where `kernels.devices` says so; plain torch, written here, everywhere else. The results are the
-same numbers either way.
-Shapes: M rows of V logits, B batch, N tree nodes, P = 1 + levels.
+Triton if `kernels.devices` supports it, else plain torch (in this file); both give the same numbers.
+
+Shapes: M positions with V logits each, B batch, N tree nodes, P = 1 + levels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from longtrain.kernels.devices import kernels_serve, runs_on
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Index of the largest of each row, int64 [...], of logits [..., V]; the lowest of equal ones.
+    """Argmax over the last dimension of logits [..., V], int64 [...]; ties go to the lowest index.
 
-    NaN counts as the largest, as torch has it; the kernel takes it for an infinity.
+    NaN counts as the largest number, as in torch; the kernel treats it as infinity.
     """
     if not kernels_serve(logits) or logits.shape[-1] >= 2**31:
         return logits.argmax(-1)
@@ -28,7 +28,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
 def follow(
     best_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, levels: int, most_B: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the root, go to the first child that carries the token chosen at a node, until none does.
+    """Walk from the root to the first child with the token chosen at each node, until no child has it.
 
     Args:
         best_BN: token chosen at each node, int64.
@@ -39,8 +39,8 @@ def follow(
             None: no limit.
 
     Returns:
-        path_BP of nodes, 0 beyond the last (but not cut at `most_B`); n_B nodes of it that count; next_B, the
-        token that follows them.
+        path_BP of nodes, 0 after the last (but not cut at `most_B`); n_B, its number of valid nodes; next_B,
+        the token that follows them.
     """
     if runs_on(best_BN.device):
         from longtrain.kernels.greedy import kernel
@@ -71,18 +71,19 @@ def settle(
     texts: tuple[Tensor, Tensor, Tensor],
     out_BX: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What paths add to texts: counts, tokens of nodes below the root, the one after them; and what is left.
+    """Finalise a cycle: the new tokens of each sequence, their number, and the tokens that may still follow.
 
     Args:
         tokens_BN: token of each node, int64.
-        found: path_BP, accepted nodes, root first, 0 beyond the last; n_B, how many of them count, 1 or more,
-            fewer than were accepted where a limit cut the path; next_B, the token after them.
-        texts: root_B, which becomes next_B; left_B, tokens that may follow the root, which become fewer;
+        found: path_BP, accepted nodes, root first, 0 after the last; n_B, its number of valid nodes, 1 or
+            more, fewer than were accepted if a limit cut the path; next_B, the token after them.
+        texts: root_B, which is set to next_B; left_B, tokens that may follow the root, which is reduced;
             len_B, position of the root. Contiguous int64.
-        out_BX: written: n_B; how many nodes below the root were accepted, counting those that a limit cut
+        out_BX: output: n_B; the number of accepted nodes below the root, including those that a limit cut
             off; P tokens, of which those beyond n_B repeat the last. Contiguous int64.
 
-    Returns: n_B but no more than was left, and a copy of len_B.
+    Returns:
+        n_B, but at most left_B, and a copy of len_B.
     """
     path_BP, n_B, next_B = found
     root_B, left_B, len_B = texts
@@ -101,7 +102,7 @@ def settle(
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Which nodes each node sees: its ancestors and itself.
+    """Mask of the nodes that each node sees: its ancestors and itself.
 
     Args:
         parents_BN: parent node, smaller than the child's own index; -1 for the root. int64.

@@ -1,6 +1,6 @@
 """Triton kernels of `kernels.greedy`, and their launches.
 
-Shapes: as there; C chunks of a row.
+Shapes: as in `kernels.greedy`; C chunks of a position's logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +21,7 @@ _NONE = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _best_kernel(x_ptr, top_ptr, at_ptr, x_m, V, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
-    """The largest of a chunk of a row, and its lowest index."""
+    """The largest of a chunk of logits, and its lowest index."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -37,7 +37,7 @@ def _best_kernel(x_ptr, top_ptr, at_ptr, x_m, V, COLUMNS: tl.constexpr, CHAINED:
 
 @triton.jit(do_not_specialize=["chunks"])
 def _best_of_chunks_kernel(top_ptr, at_ptr, out_ptr, chunks, WIDTH: tl.constexpr, CHAINED: tl.constexpr):
-    """The lowest index among the chunks' largest."""
+    """The lowest index of the largest logit, over all chunks."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -55,7 +55,7 @@ def _follow_kernel(
     best_b, token_b, token_n, parent_b, parent_n, N,
     LEVELS: tl.constexpr, NODES: tl.constexpr, MOST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tree."""
+    """The accepted path of one tree."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -90,7 +90,7 @@ def _settle_kernel(
     token_ptr, path_ptr, n_ptr, next_ptr, root_ptr, left_ptr, len_ptr, out_ptr, made_ptr,
     token_b, token_n, path_b, B, P: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One path; `made`: what is committed of each, and where it begins."""
+    """Finalise one path; `made`: the number of committed tokens, and the position of the first."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -116,7 +116,7 @@ def _settle_kernel(
 def _ancestors_kernel(
     parent_ptr, out_ptr, parent_b, parent_n, N, ROWS: tl.constexpr, NODES: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """Some rows of one tree: each goes up until it is beyond the root."""
+    """Ancestor mask of some nodes of one tree: each walks up until it is above the root."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()

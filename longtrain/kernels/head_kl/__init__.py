@@ -1,10 +1,12 @@
-"""KL of a student's law to a teacher's, row by row of their logits, with its gradient and greedy agreement.
+"""KL divergence of a student's distribution from a teacher's, with gradient and agreement of both.
 
 Formulas, p = softmax(teacher), q = softmax(student): kl = w * sum_v p_v (log p_v - log q_v), and its gradient
 with respect to the student's logits, w * (q - p). In fp32 or wider inside.
-Triton where `kernels.devices` says so: both rows are read twice and nothing else is written but the gradient.
-Plain torch, written here, everywhere else.
-Shapes: R rows, V vocabulary.
+
+Triton if `kernels.devices` supports it: the logits are read twice and nothing else is written but the
+gradient. Else plain torch (in this file).
+
+Shapes: R positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from longtrain.kernels.devices import kernels_serve
 def head_kl(
     student_RV: Tensor, teacher_RV: Tensor, weight_R: Tensor, *, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """KL(teacher || student) of each row.
+    """KL(teacher || student) at each position.
 
     Args:
-        student_RV: logits; with `gradient` their gradient is written over them.
+        student_RV: logits; with `gradient` overwritten by their gradient.
         teacher_RV: logits, in the same dtype.
-        weight_R: factor on each row, in fp32 (fp64 for fp64).
-        gradient: whether the gradient is wanted.
+        weight_R: factor on each position, in fp32 (fp64 for fp64).
+        gradient: True to compute the gradient.
 
-    Returns: kl_R, weighted, nats, in weight_R's dtype; bool_R, whether both have the same argmax.
+    Returns:
+        kl_R, weighted, nats, in weight_R's dtype; bool_R, True if both have the same argmax.
     """
     if kernels_serve(student_RV) and kernels_serve(teacher_RV):
         from longtrain.kernels.head_kl import kernel

@@ -1,6 +1,6 @@
 """The Triton kernel of `kernels.head_kl`, and its launch.
 
-Shapes: as there.
+Shapes: as in `kernels.head_kl`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,16 +14,16 @@ from torch import Tensor
 from longtrain.kernels.devices import launched_on
 
 _COLUMNS = 4096
-"""Most columns of a row that a program reads at once."""
+"""Most logits that a program reads at once."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _law_kernel(
+def _kl_kernel(
     student_ptr, teacher_ptr, weight_ptr, kl_ptr, hit_ptr, student_r, teacher_r, V,
     COLUMNS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: both denominators, the divergence and both argmaxes, then the gradient."""
+    """One position: both denominators, the divergence and both argmaxes, then the gradient."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_r
     teacher_ptr += row * teacher_r
@@ -70,7 +70,7 @@ def head_kl(
     columns = min(_COLUMNS, triton.next_power_of_2(V))
     if R:
         with launched_on(student_RV):
-            _law_kernel[(R,)](
+            _kl_kernel[(R,)](
                 student_RV, teacher_RV, weight_R.float().contiguous(), kl_R, hit_R,
                 student_RV.stride(0), teacher_RV.stride(0), V,
                 COLUMNS=columns, GRADIENT=gradient, num_warps=max(1, min(8, columns // 512)),

@@ -1,12 +1,14 @@
-"""Attention over a hierarchical KV cache: quantised blocks at 4 or 8 bits, then the ring's recent rows.
+"""Attention over a hierarchical KV cache: quantised blocks at 4 or 8 bits, then recent tokens in the ring.
 
-Formula, for query row i of sequence b: softmax over the positions p < 128 * blocks_b of the planes, the
-ring's positions p < len_b, and the ring's new rows len_b + j that it sees, of scale * q_i·k_p.
-Codes are unpacked inside of the kernel and go into its products; nothing of the planes is ever written out.
-Nothing of the lengths is known to the host, so that one CUDA graph serves every length. Triton where
-`kernels.tree_attention` uses it; `hier_attention_reference`, which writes the planes out, everywhere else.
-Shapes: B batch, T new rows, H query heads, G KV heads (H a multiple of G), D head dim, W 64-bit words of a
-row's mask; planes and ring as in `kernels.hierarchical.layout`.
+Formula, for query i of sequence b: softmax of scale * q_i·k_p over the positions p < 128 * blocks_b of the
+planes, the ring's positions p < len_b, and the new tokens len_b + j that it sees.
+
+Codes are unpacked in registers, and dequantised blocks are never written to memory. Lengths are read on the
+device, so one CUDA graph serves every length. Triton on CUDA; elsewhere the reference implementation, which
+dequantises whole planes.
+
+Shapes: B batch, T new tokens, H query heads, G KV heads (H a multiple of G), D head dim, W 64-bit words of a
+token's mask; planes and ring as in `kernels.hierarchical.layout`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from longtrain.kernels.tree_attention import check_mask
 from longtrain.kernels.tree_attention.reference import Causal
 
 MAX_ROWS = BLOCK
-"""Most new rows: the ring's third block holds them."""
+"""Most new tokens of a step: the ring's third block has room for them."""
 
 
 def hier_attention(
@@ -34,22 +36,22 @@ def hier_attention(
     bits: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T rows over a layer's planes and ring.
+    """Attention of T new tokens over a layer's planes and ring.
 
     Args:
         q_BHTD: queries, rotated.
-        planes: the planes of one layer. They and `lens.blocks_B` are read before the kernel in front has
-            ended: the operator right before must not write them (`kernels.devices`).
-        ring: the ring of one layer; it holds the new rows at positions len_B[b]...
-        lens: how far each sequence has come.
-        mask: bits_BTW of `tree_attention.tree_bits`; `CAUSAL`: row i sees rows 0..i; None: rows see what lies
-            before them alone.
-        bits: 4 reads the upper plane alone, 8 both.
+        planes: planes of one layer. They and `lens.blocks_B` are read before the preceding kernel has ended,
+            so the operator right before must not write them (`kernels.devices`).
+        ring: ring of one layer, with the new tokens at positions len_B[b]...
+        lens: lengths of the sequences.
+        mask: bits_BTW of `tree_attention.tree_bits`; `CAUSAL`: token i sees new tokens 0..i; None: tokens see
+            the entries before `len_B` only.
+        bits: 4 reads the upper plane, 8 both.
         scale: softmax scale, above 0.
 
     Returns:
-        out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a row that
-        sees nothing.
+        out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a token
+        that sees nothing.
 
     Raises:
         DataError: shapes, a mask or bits that do not fit.
@@ -62,7 +64,7 @@ def hier_attention(
         raise refusal(
             DataError,
             f"queries {tuple(q_BHTD.shape)} over a ring {tuple(ring.k.shape)}",
-            f"one batch, one head dim, 1 to {MAX_ROWS} rows, query heads a multiple of KV heads",
+            f"one batch, one head dim, 1 to {MAX_ROWS} tokens, query heads a multiple of KV heads",
         )
     if bits not in (4, 8):
         raise refusal(DataError, f"bits={bits}", "4, 8")
@@ -75,6 +77,6 @@ def hier_attention(
 
 
 def kernel_serves(q_BHTD: Tensor, planes: Planes, ring: Ring) -> bool:
-    """Whether the Triton kernel takes these tensors; the reference does otherwise."""
+    """True if the Triton kernels support these tensors; else the reference implementation is used."""
     held = all(x.is_contiguous() for x in (ring.k, ring.v, planes.k_upper, planes.v_upper))
     return products_serve(q_BHTD, ring.k) and held and q_BHTD.shape[-1] in HEAD_DIMS

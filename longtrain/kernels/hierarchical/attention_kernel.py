@@ -1,16 +1,16 @@
-"""Triton kernels of hierarchical attention: attention of packed rows over 4-bit planes and the ring.
+"""Triton kernel of hierarchical attention: packed queries over 4-bit planes and the ring.
 
-Codes go into the products as they are; scales and zeros are folded into what surrounds them. With u the
-numbers unpacked of a byte's two halves, s and z a key channel's step and zero, t a token's:
+Unpacked codes u are operands of the products; steps s and zeros z (of a key channel or a value token) are
+applied to the other operand and to the results:
 
     logit_mc = norm_m (sum_d (q_md s_d / norm_m) u_cd + beta_m)
     beta_m = sum_d q_md (z_d + offset s_d) / norm_m
     out_md = (sum_c (p_mc s_c) u_cd + sum_c p_mc (z_c + offset s_c)) / sum_c p_mc
 
-Before its blocks go by, a program writes beta of all of them, and finds the power of two that keeps p s in
-the range of fp16. Rows m and the partial results are as in `tree_attention.kernel`; the first split has the
-ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal
-range, but exact, and tensor cores take it at full speed. PORTABLE makes n of it (for the interpreter).
+Before its loop over blocks, a program writes beta of all of them, and finds the power of two that keeps p s
+in the range of fp16. Packed rows m and partial results are as in `tree_attention.kernel`; the first split has
+the ring. A code n that is masked out of a word has the bits of the subnormal fp16 number n 2^-24, which is
+exact, and tensor cores process it at full speed. PORTABLE converts it to n (for the interpreter).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -76,7 +76,7 @@ def _both(upper, lower, PORTABLE: tl.constexpr):
 
 @triton.jit
 def _position(i, PORTABLE: tl.constexpr):
-    """Where position i lies among the bytes: the middle two of each four change places."""
+    """Byte index of position i: the middle two of each four are swapped."""
     if PORTABLE:
         i = tl.where(((i ^ (i >> 1)) & 1) != 0, i ^ 3, i)
     return i
@@ -84,13 +84,13 @@ def _position(i, PORTABLE: tl.constexpr):
 
 @triton.jit
 def _narrow(x, ROWS: tl.constexpr):
-    """Sums of a row's numbers by eights that a thread holds anyway: no exchange between threads."""
+    """Sums of groups of eight numbers of a row that one thread has: no exchange between threads."""
     return tl.sum(tl.sum(tl.reshape(x, (ROWS, 4, _BLOCK // 8, 2)), 3), 1)
 
 
 @triton.jit
 def _narrowed(x, ROWS: tl.constexpr):
-    """A row's one number, held by the threads that hold the row's sums of `_narrow`."""
+    """A row's number, in the layout of the sums of `_narrow`."""
     return tl.max(tl.max(tl.reshape(x, (ROWS, 4, _BLOCK // 8, 2)), 3), 1)
 
 
@@ -105,7 +105,7 @@ def _prepare(
     q_at, exists, k_step_at, k_zero_at, v_step_at, beta_at, norm, first, last,
     D: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write beta of the blocks first..last-1, and return the most that p may be, in base 2."""
+    """Write beta of the blocks first..last-1, and return the base-2 exponent of the largest allowed p."""
     dim, n, token = tl.arange(0, D), tl.arange(0, ROUND), tl.arange(0, _BLOCK)
     q = tl.load(q_at[:, None] + dim[None, :], mask=exists[:, None], other=0.0).to(tl.float32) / norm[:, None]
     m = tl.arange(0, ROWS)
@@ -158,7 +158,7 @@ def attend_kernel(
     out_low = tl.zeros((ROWS, X), tl.float32)
     out_high = tl.zeros((ROWS, X), tl.float32)
 
-    if split == 0:
+    if split == 0:  # the ring and the new tokens
         n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
         end = n + T if MASK else n
         low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
@@ -198,7 +198,7 @@ def attend_kernel(
         tl.store(lse_ptr + slot, top + tl.log2(ring_total), mask=exists)
         tl.store(out_at, out_low / some, mask=exists[:, None])
         tl.store(out_at + X, out_high / some, mask=exists[:, None])
-    elif first < last:
+    elif first < last:  # a share of the blocks; the two halves of a head (low, high) are separate operands
         q_low, q_high = low.to(tl.float32) * scale2, high.to(tl.float32) * scale2
         norm = tl.maximum(tl.max(tl.abs(q_low), 1), tl.max(tl.abs(q_high), 1))
         norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
@@ -263,5 +263,5 @@ def attend_kernel(
         out_high = out_high * (0.0625 / UNIT) / sums[:, None] + shift
         tl.store(out_at, out_low, mask=exists[:, None])
         tl.store(out_at + X, out_high, mask=exists[:, None])
-    else:
+    else:  # an empty split: lse -inf
         tl.store(lse_ptr + slot, top, mask=exists)

@@ -1,9 +1,10 @@
-"""Launches the Triton kernels of `kernels.hierarchical.attention`: tiles, splits and partial buffers.
+"""Launches of the Triton kernels of `kernels.hierarchical.attention`: tiles, splits and partial buffers.
 
-The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits, as the target reads, a row
-of a step of several must come out bit for bit as it does in plain decoding, or greedy texts part where two
-tokens are nearly as good. So there up to 32 packed rows have one kernel and the same splits.
-Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query heads of a KV head).
+The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits, as the target reads, the
+result for a token must be bit for bit the same in a step of several tokens as in plain decoding, or greedy
+sequences would diverge at near ties. So there up to 32 packed rows have the same kernel and splits.
+
+Shapes: see `kernels.hierarchical.attention`; M packed rows (new tokens x query heads of a KV head).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BlockTile:
         warps: warps of a program.
         stages: blocks in flight.
         resident: programs that run on one multiprocessor at a time.
-        recent: slots of a tile of the ring, a divisor of 128.
+        recent: positions of a tile of the ring, a divisor of 128.
         registers: most registers of a thread; None: the compiler's choice.
     """
 
@@ -62,7 +63,7 @@ TILES = {
         BlockTile(rows=32, warps=4, stages=3, resident=2),
     ),
 }
-"""By bits: the first that holds all packed rows, or else the last."""
+"""By bits: the first tile with room for all packed rows is used, or else the last."""
 
 
 def hier_attention(
@@ -76,12 +77,12 @@ def hier_attention(
     tile: AnyTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
+    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: chosen for the call.
 
     Few rows in half precision go to `fragments_launch`; this kernel is for all others.
 
     Raises:
-        ConfigError: a tile of `fragments_launch` for a call that its kernel does not take.
+        ConfigError: a tile of `fragments_launch` for a call that its kernel does not support.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
@@ -101,7 +102,7 @@ def hier_attention(
         )
     assert tile is None or isinstance(tile, BlockTile)
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
-    if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
+    if tile is None:  # head_dim < 128: a tile of 32 rows changes the rounding, so keep 16 for bit-exactness
         tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
     fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
@@ -129,12 +130,12 @@ def hier_attention(
 
 
 def tile_for(rows: int, bits: int) -> BlockTile:
-    """The tile for so many packed rows."""
+    """The tile for this number of packed rows."""
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
 def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[AnyTile, ...]:
-    """Tiles that may beat the chosen one on another device, for `benchmarks kernels`.
+    """Other tiles to measure on a new device, for `benchmarks kernels`.
 
     Args:
         rows: packed rows.

@@ -1,11 +1,12 @@
-"""Triton kernel of hierarchical attention for up to 32 packed rows and heads of 128: warps on their own.
+"""Triton kernels of hierarchical attention for up to 32 packed rows and heads of 128: warps work
+independently, and `merge_kernel` combines the splits.
 
 The formulas are those of `attention_kernel`. There a program's warps share every product; here a warp
-takes half a block (64 tokens) from loading it to its weighted values, and warps meet once, at the end. For
-that tensors are laid out by hand. A tensor of 16 registers a thread is flat, [4 k, W warps, 8 g, 4 t, 4 c]:
-register r = 4 k + c of the thread with lane 4 g + t; warp 2 p + h has half h of the p-th of the program's
-blocks of a round. With more than 16 rows (PARTS = 2) two warps share such a half, each for 16 rows: they
-unpack the same codes, which are brought once. What a thread holds is
+processes half a block (64 tokens) from its load to its weighted values, and warps are combined once, at the
+end. For that tensors have a fixed register layout. A tensor of 16 registers a thread is flat, [4 k, W warps,
+8 g, 4 t, 4 c]: register r = 4 k + c of the thread with lane 4 g + t; warp 2 p + h has half h of the p-th of
+the program's blocks of a round. With more than 16 rows (PARTS = 2) two warps share such a half, each for 16
+rows: they unpack the same codes, which are loaded once. A thread has
 
     keys      bytes 16 t .. 16 t + 15 of the tokens 64 h + 16 (g / 2) + 2 i + g mod 2, i = k, and k + 4
     steps     of key channels 64 (k / 2) + 16 t + 8 (k mod 2) + 2 c and the next, as are zeros and q
@@ -13,10 +14,10 @@ unpack the same codes, which are brought once. What a thread holds is
     values    tokens 64 h + 16 t + 4 c .. of the dimensions 8 k + g (and + 64), and those + 32
     sums      of the dimensions 64 (k mod 2) + 16 (k / 2) + g + 8 (c / 2), and those + 32, row 2 t + c mod 2
 
-so that a thread's loads are of 16 bytes, scores come out where the weights go in, and nothing moves between
-threads but a row's maximum (four threads) and how much its sums shrink (`fragments_ptx`). Packed rows
-are numbered as in `tree_attention.kernel`; two TILES of 8 share what a warp unpacks. Nothing of a row's
-result depends on other rows, nor on TILES or PARTS.
+so that a thread's loads are of 16 bytes, scores have the layout of the weights that the next product takes,
+and only a row's maximum (four threads) and the factor of its older sums (`fragments_ptx`) move between
+threads. Packed rows are numbered as in `tree_attention.kernel`; two TILES of 8 share what a warp unpacks. A
+row's result does not depend on other rows, nor on TILES or PARTS.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -27,32 +28,40 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.hierarchical.fragments_rows import (
-    LIFT,
-    SLACK,
+from longtrain.kernels.hierarchical.fragments_reductions import (
     even_sum,
+    finish,
     log2_near,
     spread,
     thread_max,
     thread_sum,
     thread_sum_of_products,
-    wait_in_loop,
 )
 from longtrain.kernels.tree_attention.kernel import _visible
 
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
+LIFT, SLACK = tl.constexpr(10.0), tl.constexpr(5.0)
+"""The base of a row's softmax makes the largest weight, times its value's step, 2^LIFT. It changes only if
+one would be larger by a factor above 2^SLACK, and fp16 holds up to 2^15: so older sums seldom have to be
+rescaled. The smallest fp16 number, 2^-24, is 2^-34 of the largest weight or less."""
+
+
+@triton.jit
+def wait_in_loop():
+    """Wait for the preceding kernel. Triton 3.9 does not pipeline a loop that contains its own `gdc_wait`."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _quads(at, offset, keep):
-    """Words, four of a thread at consecutive addresses."""
+    """Load words, four consecutive ones for each thread."""
     return tl.load(tl.max_contiguous(tl.multiple_of(at + offset, 16), 4), mask=keep, other=0)
 
 
 @triton.jit
 def _shared(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """Words that one warp of each half of a block has loaded, in all PARTS warps of that half."""
+    """Broadcast words that one warp of each half of a block has loaded to all PARTS warps of that half."""
     if PARTS > 1:
         x = tl.reshape(words, (4, HALVES, 1, 128))
         words = tl.reshape(tl.broadcast_to(x, (4, HALVES, PARTS, 128)), (512 * HALVES * PARTS,))
@@ -61,14 +70,14 @@ def _shared(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _codes(at, offset, FAR: tl.constexpr, keep, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """A plane's words A and B, which lie FAR words apart."""
+    """Load a plane's words A and B, which are FAR words apart."""
     a, b = _quads(at, offset, keep), _quads(at, offset + FAR, keep)
     return _shared(a, HALVES, PARTS), _shared(b, HALVES, PARTS)
 
 
 @triton.jit
 def _channels(words, PAIRS: tl.constexpr, PARTS: tl.constexpr):
-    """Words of two channels in the threads that need them: [pair, half, t, k, c] to registers."""
+    """Words of two channels, [pair, half, t, k, c], in the register layout of the keys."""
     x = tl.permute(tl.reshape(words, (PAIRS, 2, 4, 2, 4)), (1, 3, 0, 2, 4))
     x = tl.broadcast_to(tl.reshape(x, (4, PAIRS, 1, 4, 4)), (4, PAIRS, 16 * PARTS, 4, 4))
     return tl.reshape(x, (1024 * PAIRS * PARTS,))
@@ -76,22 +85,22 @@ def _channels(words, PAIRS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _tokens(at, fours, block, last):
-    """Steps or zeros of the tokens that a thread has scores of, as 64-bit words of four fp16 numbers.
+    """Load steps or zeros of a thread's tokens as 64-bit words of four fp16 numbers.
 
-    They stay words until they are needed: a number that is cut out of a word waits for the word's load.
+    They are unpacked (`_cut`) only when needed, since unpacking waits for the load.
     """
     return tl.load(at.to(tl.pointer_type(tl.uint64)) + fours, mask=block < last, other=0)
 
 
 @triton.jit
 def _number(words, AT: tl.constexpr):
-    """The fp16 number at place AT, counted from the lowest bits, of each word, in fp32."""
+    """The fp16 number at index AT of each word, from the lowest bits on, in fp32."""
     return ((words >> (16 * AT)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _cut(words, THREADS: tl.constexpr):
-    """All numbers of the words of `_tokens`, in order."""
+    """Unpack the words of `_tokens`, in order."""
     even, odd = tl.join(_number(words, 0), _number(words, 2)), tl.join(_number(words, 1), _number(words, 3))
     return tl.reshape(tl.join(even, odd), (16 * THREADS,))
 
@@ -102,11 +111,11 @@ def _queries(
     TILE: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
     THREADS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A thread's queries as words of two fp16 numbers, and what their row's scores are multiplied by.
+    """Load a thread's queries as words of two fp16 numbers, and return the factor of their rows' scores.
 
-    The latter is `scale2` times the power of two that the row is divided by.
-    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
-    CHAINED: the kernel in front makes them, so its end is waited for; False where it has been.
+    Each packed row is divided by a power of two (exact for bf16 and fp16); the factor is `scale2` times that
+    power. Codes that are unpacked without a shift are 16 times too large: their queries are divided by 16.
+    CHAINED: wait for the preceding kernel, which computes the queries.
     """
     if CHAINED:
         wait_in_loop()
@@ -131,14 +140,15 @@ def _queries(
 
 @triton.jit
 def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constexpr, THREADS: tl.constexpr):
-    """A step of the softmax of a tile: weights of the values' codes, and how much older sums shrink.
+    """A step of the online softmax of a tile: weights of the values' codes, and the factor of older sums.
 
-    A row's weights are kept below 2^15 by what their tokens' steps are, which is all that fp16 needs.
-    Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
-    fusing: the assembler would fuse in one tile and not in the other, and a row's last bit would follow it.
+    A row's weights times their tokens' steps stay below 2^15, as fp16 requires. Products with one rounding
+    are written as `fma`, and the launch forbids other fusing: the assembler would fuse in one tile and not in
+    another, and the last bit of a row would depend on it.
     """
     most = tl.fma(thread_max(logit, THREADS), norm, log2_near(thread_max(v_step, THREADS))) - LIFT
     here = tl.max(most, 1)[:, None]
+    # keep the old base unless the maximum grew by more than SLACK; a row without keys gets weights of 0
     new = tl.where(here > top + SLACK, here, top)
     base = tl.where(here == float("-inf"), float("inf"), new)
     weight = tl.exp2(tl.fma(logit, spread(norm, THREADS), -spread(base, THREADS)))
@@ -157,7 +167,7 @@ def _ring(
 ):  # fmt: skip
     """Attention over the ring's tiles first, first + RINGS, ... of RECENT positions.
 
-    A load waits in line behind all that other programs have asked for, so later tiles are asked for early.
+    A load is queued behind those of all other programs, so later tiles are requested early (STAGES).
     """
     dim = tl.arange(0, D)
     kind: tl.constexpr = k_ptr.dtype.element_ty
@@ -186,52 +196,9 @@ def _ring(
 
 @triton.jit
 def _place(row, dim):
-    """Where a slot has a number: as the threads hold it, [8 rows, dimensions A | B, k, g, t, c]."""
+    """Index of a number in a partial result, in register order: [8 rows, dimensions A | B, k, g, t, c]."""
     k, c = 2 * ((dim >> 4) & 1) + (dim >> 6), 2 * ((dim >> 3) & 1) + (row & 1)
     return (row >> 3) * 1024 + ((dim >> 5) & 1) * 512 + k * 128 + (dim & 7) * 16 + ((row >> 1) & 3) * 4 + c
-
-
-@triton.jit
-def _to_warps(x, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """A row's number [8 PARTS] for the warps that have it, [8 warps, 1]."""
-    return tl.reshape(tl.broadcast_to(x[None, :], (HALVES, 8 * PARTS)), (8 * HALVES * PARTS, 1))
-
-
-@triton.jit
-def _added(x, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """Numbers of the warps' threads [4, HALVES, PARTS * 128], flat, summed over halves: [4, PARTS * 128]."""
-    HALF: tl.constexpr = HALVES // 2
-    one, two = tl.split(tl.permute(tl.reshape(x, (4, 2, HALF * PARTS * 128)), (0, 2, 1)))
-    if HALF == 1:
-        return one + two
-    else:
-        return _added(one + two, HALF, PARTS)
-
-
-@triton.jit
-def _finish(
-    out_at, lse_at, top, total, zeros, out_a, out_b, rows,
-    FINISH: tl.constexpr, FINISH_OF: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Bring together what the warps have of a tile of each part, and store it."""
-    THREADS: tl.constexpr = 32 * HALVES * PARTS
-    total, zeros = tl.sum(total, 1)[:, None], tl.sum(zeros, 1)[:, None]
-    most = tl.max(tl.reshape(top, (HALVES, 8 * PARTS)), 0)
-    share = tl.exp2(top - _to_warps(most, HALVES, PARTS))
-    sums = tl.sum(tl.reshape(total * share, (HALVES, 8 * PARTS)), 0)
-    share /= _to_warps(sums, HALVES, PARTS)
-    out_a, out_b = tl.inline_asm_elementwise(
-        FINISH, FINISH_OF, (spread(share, THREADS), spread(zeros * share, THREADS), out_a, out_b),
-        dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
-    )  # fmt: skip
-    m = tl.arange(0, 8 * PARTS)
-    m += 8 * (m // 8)
-    tl.store(lse_at + m, most + tl.log2(sums), mask=m < rows)
-    k, i = tl.arange(0, 4)[:, None], tl.arange(0, 128 * PARTS)[None, :]
-    keep = tl.max_constancy(16 * (i >> 7) + 2 * ((i >> 2) & 3) < rows, [1, 4])
-    at = out_at + 2048 * (i >> 7) + k * 128 + (i & 127)
-    tl.store(at, _added(out_a, HALVES, PARTS), mask=keep)
-    tl.store(at + 512, _added(out_b, HALVES, PARTS), mask=keep)
 
 
 @triton.jit(do_not_specialize=["splits", "T", "N"])
@@ -247,9 +214,9 @@ def attend_kernel(
 ):  # fmt: skip
     """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
-    The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
+    The first RINGS splits process tiles of the ring in turn, the others equal shares of the blocks.
     CHAINED: see `kernels.devices`. The number of blocks is read, and with one part a split's first blocks are
-    asked for, before this kernel waits. The kernel behind it may start at once.
+    requested, before this kernel waits. Its successor may start at once.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -340,7 +307,7 @@ def attend_kernel(
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             keys += (_channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS))
-            if LATE:  # noqa: SIM102 (settled when this is compiled)
+            if LATE:  # noqa: SIM102 (LATE is a compile-time constant)
                 if start == first:
                     q, norm = _queries(
                         q_head, q_h, q_t, T * GROUP, scale2, 0, GROUP, FIRST, BF16, PARTS, THREADS, CHAINED
@@ -378,11 +345,11 @@ def attend_kernel(
                     values + (weight, fade, weight_2, fade_2, out_a, out_b, out_a_2, out_b_2),
                     dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=16,
                 )  # fmt: skip
-        _finish(
+        finish(
             out_ptr, lse_ptr, top, total, zeros, out_a, out_b, T * GROUP, FINISH, FINISH_OF, HALVES, PARTS
         )  # fmt: skip
         if TILES == 2:
-            _finish(
+            finish(
                 out_ptr + 1024, lse_ptr + 8, top_2, total_2, zeros_2, out_a_2, out_b_2, T * GROUP - 8,
                 FINISH, FINISH_OF, HALVES, PARTS,
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Launches the kernels of `fragments_kernel` and `fragments_merge_kernel`: tiles, splits and partial buffers.
+"""Launches of the kernels of `fragments_kernel`: tiles, splits and partial buffers.
 
 The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
-number of rows, so that a row's result does not depend on how many rows there are.
-Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query heads of a KV head).
+number of rows, so that a row's result does not depend on it.
+Shapes: see `kernels.hierarchical.attention`; M packed rows (new tokens x query heads of a KV head).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from longtrain.kernels.devices import (
     shared_bytes,
 )
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
-from longtrain.kernels.hierarchical import fragments_merge_kernel as merge
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
+from longtrain.kernels.hierarchical import fragments_reductions as reductions
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.machine_text import laid_out, operands
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
 
 HEAD_DIM = 128
-"""The head size whose rows fill the registers of a warp."""
+"""The supported head dim: its vectors fill the registers of a warp."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,17 @@ class FragmentTile:
     """Sizes of the attention kernel and of its launch.
 
     Args:
-        tiles: how many tiles of 8 packed rows a warp has: 1 or 2.
-        warps: warps of a program; two for each part take a block together.
-        parts: how many warps share half a block, each with 16 packed rows of its own: 1, or 2 with two tiles.
-        stages: stages of the pipeline that brings blocks; fewer where shared memory does not hold them.
-        resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
-            more of them in, or some multiprocessors get more than others.
-        chunk: numbers of a merging program, and as many threads: a power of two from 32 to 1024.
+        tiles: number of tiles of 8 packed rows of a warp: 1 or 2.
+        warps: warps of a program; two for each part process a block together.
+        parts: number of warps that share half a block, each with 16 packed rows of its own: 1, or 2 with two
+            tiles.
+        stages: stages of the pipeline that loads blocks; fewer if shared memory is too small.
+        resident: programs that run on one multiprocessor at a time. Registers or shared memory must not allow
+            more, or some multiprocessors would get more than others.
+        chunk: numbers of a merging program, and its threads: a power of two from 32 to 1024.
 
     Raises:
-        ConfigError: two parts with one tile, whose warps would leave 8 of 16 rows out, or too few warps.
+        ConfigError: two parts with one tile, whose warps would skip 8 of 16 rows, or too few warps.
     """
 
     tiles: int = 1
@@ -67,12 +68,12 @@ class FragmentTile:
 
     @property
     def rows(self) -> int:
-        """Most packed rows."""
+        """Most packed rows that the tile has room for."""
         return 8 * self.tiles * self.parts
 
     @property
     def blocks(self) -> int:
-        """Blocks of a round."""
+        """Number of cache blocks that a program processes at once (a round)."""
         return self.warps // (2 * self.parts)
 
 
@@ -80,22 +81,25 @@ TILES = {
     4: (FragmentTile(), FragmentTile(tiles=2)),
     8: (FragmentTile(warps=2, resident=3), FragmentTile(tiles=2, warps=2, resident=3)),
 }
-"""By bits: the first that holds all packed rows."""
+"""By bits: the first tile with room for all packed rows is used."""
 WIDE_TILES = (
     FragmentTile(warps=2, stages=4),
     FragmentTile(tiles=2, warps=2, stages=4),
     FragmentTile(tiles=2, warps=4, parts=2),
 )
-"""The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
+"""The same at 8 bits for larger groups, where 8 tokens do not fit in 16 packed rows; all have the same
+splits."""
 MANY = 16
-"""KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
+"""KV heads of a batch from which twice as many programs of two warps balance the device better."""
 FEW_BLOCKS = 10
-"""Up to so many blocks of a cache's room a split, chained launches of the first of `TILES[4]` have two stages
-in place of three: queries arrive behind the rounds asked for before them, one fewer than the stages."""
+"""Up to so many blocks (of the cache's capacity) per split, chained launches of the first of `TILES[4]` have
+two stages instead of three: queries arrive after the rounds requested before them, one fewer than the
+stages."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
 """At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
 
-Tiles for a larger group would not hold 8 new rows, and a row must come out alone as it does among 8.
+Tiles for a larger group have no room for 8 new tokens, and a token's result must be the same alone as among
+8.
 """
 
 SERVED = (
@@ -103,13 +107,13 @@ SERVED = (
     "bits (more heads at 4 bits alone), bf16 or fp16, an NVIDIA GPU of compute capability 8.0 or more, and a "
     "Triton that lays tensors out as the kernel needs them"
 )
-"""What `serves` asks for, in words."""
+"""The conditions of `serves`, in words."""
 HALF = (torch.bfloat16, torch.float16)
-"""Types of queries and ring that these kernels take."""
+"""Supported dtypes of queries and ring."""
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
-    """Whether these kernels take the call; `hier_attention_launch`'s other does otherwise."""
+    """True if these kernels support the call; else `attention_kernel` is used."""
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
     return (
         takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
@@ -120,7 +124,7 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
 
 
 def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
+    """True if these kernels support so many packed rows, with `group` query heads for each KV head."""
     if bits == 8 and group > WIDE_GROUP:
         return False
     return (
@@ -142,10 +146,10 @@ def hier_attention(
     tile: FragmentTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the device.
+    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: chosen for the device.
 
     Returns:
-        None where this compiler does not lay tensors out as the kernel's machine text takes them.
+        None if this compiler does not give tensors the layout that the kernel's PTX needs.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
@@ -179,7 +183,7 @@ def hier_attention(
         )  # fmt: skip
         if not laid_out(built, tile.warps):
             return None
-        merge.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+        reductions.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, T, G=G, GROUP=group, ROWS=rows,
             SPLITS=splits, CHUNK=tile.chunk, num_warps=tile.chunk // 32, **chained,
         )  # fmt: skip
@@ -187,7 +191,7 @@ def hier_attention(
 
 
 def tile_for(rows: int, bits: int, group: int, programs: int) -> FragmentTile:
-    """The tile for so many packed rows of `group` query heads, of each of `programs` KV heads."""
+    """The tile for this number of packed rows of `group` query heads, of each of `programs` KV heads."""
     tile = next(tile for tile in _tiles(bits, group) if rows <= tile.rows)
     if programs >= MANY and tile.warps == 4 and tile.parts == 1:
         return replace(tile, warps=2, stages=4, resident=4)
@@ -195,12 +199,12 @@ def tile_for(rows: int, bits: int, group: int, programs: int) -> FragmentTile:
 
 
 def _tiles(bits: int, group: int) -> tuple[FragmentTile, ...]:
-    """The tiles to choose from."""
+    """The tiles for these bits and this group."""
     return WIDE_TILES if bits == 8 and group > NARROW_GROUP else TILES[bits]
 
 
 def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
-    """Tiles that may beat the chosen one on another device, for `benchmarks kernels`."""
+    """Other tiles to measure on a new device, for `benchmarks kernels`."""
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
     found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=64)]
@@ -208,24 +212,24 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
 
 
 def stages_in(tile: FragmentTile, bits: int, limit: int) -> int:
-    """The tile's stages, or as many as fit into `limit` bytes: each but one keeps the blocks of a round."""
+    """The tile's stages, or as many as fit into `limit` bytes: each but one buffers the blocks of a round."""
     others = 3072 * tile.warps
     return max(1, min(tile.stages, 1 + (limit - others) // (tile.blocks * bits * 4096)))
 
 
 def rings_for(blocks: int) -> int:
-    """How many splits read the ring: two in a small cache, whose other splits would wait for one alone."""
+    """Number of splits that read the ring: two for a small cache, whose other splits would wait for one."""
     return 2 if blocks <= 64 else 1
 
 
 def splits_for(resident: int, programs: int, rings: int, device: torch.device) -> int:
-    """Splits that fill the device once, those of the ring among them."""
+    """Number of splits that fills the device once, those of the ring included."""
     return max(rings + 1, cores(device, otherwise=4) * resident // programs)
 
 
 @lru_cache(maxsize=16)
 def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
-    """The kernel's machine text and its operands."""
+    """The kernel's PTX and its operand constraints."""
     planes = bits // 4
     return {
         "SCORES": ptx.scores_text(tiles, bits, offset),
@@ -238,5 +242,5 @@ def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
 
 
 def _even(x: Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes."""
+    """True if heads and tokens start at multiples of 16 bytes."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])

@@ -1,10 +1,10 @@
-"""Machine text of `fragments_kernel`: products of unpacked codes on tensor cores, a warp at a time.
+"""Inline PTX of `fragments_kernel`: products of unpacked codes on tensor cores, one warp at a time.
 
-A thread's registers hold parts of the operands of m16n8k16 products: with g = lane / 4 and t = lane mod 4,
+A thread's registers are fragments of the operands of m16n8k16 products: with g = lane / 4 and t = lane mod 4,
 columns (codes as the right operand) or rows (codes as the left) are g, and the summed index runs over the
-16 codes of a word of each of the four t. Which register has what is said in `fragments_kernel`.
-A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal range,
-but exact, and tensor cores take it at full speed.
+16 codes of a word of each of the four t. `fragments_kernel` documents the content of every register.
+A code n that is masked out of a word has the bits of the subnormal fp16 number n 2^-24, which is exact, and
+tensor cores process it at full speed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import struct
 from longtrain.kernels.machine_text import PER_THREAD, MachineText, float_word, tensors
 
 UNIT = 2.0**-24
-"""What a code of 1 is in a product."""
+"""Value of the code 1 as an operand."""
 
 
 def half_bits(value: float) -> int:
-    """Two halves of the same value."""
+    """Bits of two fp16 numbers of the same value."""
     bits = struct.unpack("<H", struct.pack("<e", value))[0]
     return bits << 16 | bits
 
@@ -44,18 +44,19 @@ def _codes(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def scores_text(tiles: int, bits: int, offset: float) -> str:
-    """q·k of 64 tokens with 8 or 16 rows.
+    """PTX for q·k of 64 tokens with 8 or 16 packed rows.
 
     Args:
-        tiles: how many tiles of 8 rows: 1 or 2.
+        tiles: number of tiles of 8 packed rows: 1 or 2.
         bits: 4: codes of the upper plane; 8: of both.
         offset: added to a code of the upper plane, in steps.
 
     Returns:
-        Outputs, a tensor a tile: scores. Inputs: keys A, keys B (of each plane), steps, zeros, q a tile.
+        Outputs, one tensor per tile: scores. Inputs: keys A, keys B (of each plane), steps, zeros, q of each
+        tile.
 
-    Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
-    error that all tokens share; the rest is exact.
+    Steps are first multiplied into q: q s = a + r with a in fp16. Codes are multiplied by a exactly. The
+    remainder r is multiplied by the mean code only, which removes the error that all tokens share.
     """
     x, planes = MachineText(), bits // 4
     inputs = tensors(tiles, 2 * planes + 2 + tiles)
@@ -110,15 +111,16 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
 
 
 def values_text(tiles: int, bits: int) -> str:
-    """Weighted values of 64 tokens, added to what there is.
+    """PTX that adds the weighted values of 64 tokens to the sums so far.
 
     Args:
-        tiles: how many tiles of 8 rows: 1 or 2.
+        tiles: number of tiles of 8 packed rows: 1 or 2.
         bits: 4 or 8, as in `scores_text`.
 
     Returns:
-        Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
-        and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
+        Outputs: sums A and sums B of each tile. Inputs: values A, values B (of each plane), then for each
+            tile its
+        weights and the factor of its sums so far (one number per thread, of row g), then the sums so far.
     """
     x, planes = MachineText(), bits // 4
     outputs, inputs = tensors(0, 2 * tiles), tensors(2 * tiles, 2 * planes + 4 * tiles)
@@ -158,13 +160,15 @@ def values_text(tiles: int, bits: int) -> str:
 
 
 def finish_text(bits: int) -> str:
-    """Sums of a tile made into results: times a number of their row and a power of two, plus another number.
+    """PTX for the final results of a tile: sums times a factor of their row and a power of two, plus offset.
 
     Args:
         bits: 4 or 8, as in `scores_text`.
 
     Returns:
-        Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
+        Outputs: results A and B. Inputs: factor and offset of the row (one number per thread, of row g), sums
+            A
+        and B.
     """
     x = MachineText()
     outputs, (factor, summand, *old) = tensors(0, 2), tensors(2, 4)
@@ -179,7 +183,7 @@ def finish_text(bits: int) -> str:
 
 
 def _shrink(x: MachineText, fades: list[str], sums: list[list[list[str]]]) -> None:
-    """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new base."""
+    """Rescale the sums of each tile, if any row of the warp has a new softmax base."""
     x.lines.append(".reg .pred %changed;")
     x.add(f"setp.ne.f32 %changed, {fades[0]}, {float_word(1.0)}")
     for fade in fades[1:]:
@@ -196,14 +200,14 @@ def _shrink(x: MachineText, fades: list[str], sums: list[list[list[str]]]) -> No
 
 
 def _sources(x: MachineText) -> list[str]:
-    """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
+    """Lanes of the threads that have the numbers of rows 2 t and 2 t + 1."""
     lane = x.made("mov.u32", "%laneid")
     first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
     return [first, x.made("add.u32", first, "4")]
 
 
 def _moved(x: MachineText, number: str, sources: list[str]) -> list[str]:
-    """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
+    """Shuffle a row's number from the threads of row g to those with sums of rows 2 t and 2 t + 1."""
     raw = x.made("mov.b32", number)
     moved = [x.made("shfl.sync.idx.b32", raw, source, "0x1f", "0xffffffff") for source in sources]
     return [x.made("mov.b32", one, kind="f32") for one in moved]

@@ -1,19 +1,19 @@
-"""Where the bytes of a hierarchical KV cache lie: 4-bit planes in blocks of 128 tokens, and a ring beside.
+"""Memory layout of a hierarchical KV cache: blocks of 128 tokens as 4-bit planes, and a ring buffer.
 
-A value is coded in 8 bits whose upper and lower halves lie in planes of their own: a draft reads the upper
-plane alone (INT4), the target both (INT8), out of the same bytes. With u and l the stored nibbles:
+A number has an 8-bit code whose upper and lower nibbles are stored in separate planes: a draft reads the
+upper plane only (INT4), the target both (INT8). With u and l the stored nibbles:
 
     INT4: zero + step * (u + upper_offset)        INT8: zero + step / 16 * (16 u + l - lower_offset)
 
-Keys have a step and a zero per channel of a block, values per token. What is not yet quantised lies in a ring
-of three blocks in the model's dtype; position p is in slot p mod 384.
+Keys have a step and a zero per channel of a block, values per token. Tokens that are not quantised yet are in
+a ring buffer of three blocks in the model's dtype; position p is at index p mod 384.
 
-A byte holds two codes half a head apart: dimension j in bits 0-3, j + D/2 in bits 4-7. Within each aligned
-four bytes the middle two change places (`BYTE_ORDER`), so that a 32-bit word unpacks into two pairs of
-half-precision numbers that are in order. Key bytes run along dimensions, value bytes along tokens.
+A byte has two codes half a head apart: dimension j in bits 0-3, j + D/2 in bits 4-7. Within each aligned
+four bytes the middle two are swapped (`BYTE_ORDER`), so that a 32-bit word unpacks into two pairs of
+half-precision numbers in order. Key bytes are contiguous along dimensions, value bytes along tokens.
 
 Shapes: L layers, B batch, G KV heads, N blocks, C = 128 tokens of a block, D head dim, X = D / 2 bytes,
-R = 384 slots. Every tensor is contiguous from B on; a leading L is dropped by `layer`.
+R = 384 ring positions. Every tensor is contiguous from B on; a leading L is dropped by `layer`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from longtrain.errors import ConfigError, refusal
 BLOCK = 128
 """Tokens of a quantised block: the group that shares a key channel's step and zero."""
 RING = 3 * BLOCK
-"""Slots of the ring: two blocks of recent tokens and one of rows not yet accepted."""
+"""Positions of the ring: two blocks of recent tokens, and one of tokens not accepted yet."""
 HEAD_DIMS = (64, 128)
-"""Head sizes the planes serve; a value's group is its head."""
+"""Supported head sizes; the group of a value is its head."""
 BYTE_ORDER = (0, 2, 1, 3)
 """Byte b of an aligned four belongs to position `BYTE_ORDER[b]` among the four; its own inverse."""
 
 
 class Split(Enum):
-    """How an 8-bit code falls into two nibbles.
+    """Division of an 8-bit code into two nibbles.
 
-    FLOOR: u and l are the halves of one code in 0..255; INT4 reads the middle of the 16 codes it stands for.
-    RTN: u is the nearest of 16 levels and l codes what is left in -8..7, stored as 0..15 (the paper's).
+    FLOOR: u and l are the halves of one code in 0..255; INT4 reads the middle of the 16 codes of the same u.
+    RTN: u is the nearest of 16 levels, and l is the residual in -8..7, stored as 0..15 (the paper's).
     """
 
     FLOOR = "floor"
@@ -48,7 +48,7 @@ class Split(Enum):
 
     @property
     def upper_offset(self) -> float:
-        """Added to u where the upper plane is read alone, in steps."""
+        """Added to u if only the upper plane is read, in steps."""
         return 7.5 / 16 if self is Split.FLOOR else 0.0
 
     @property
@@ -70,7 +70,7 @@ class Planes:
         k_zero: [L, B, G, N, D] fp16: value of code 0.
         v_step: [L, B, G, N, C] fp16, as `k_step`, per token.
         v_zero: [L, B, G, N, C] fp16.
-        split: how codes fall into the two planes.
+        split: division of codes into the two planes.
     """
 
     k_upper: Tensor
@@ -94,7 +94,7 @@ class Planes:
 
 @dataclass(frozen=True)
 class Ring:
-    """Recent tokens in the model's dtype; position p is in slot p mod 384.
+    """Recent tokens in the model's dtype; position p is at index p mod 384.
 
     Args:
         k: [L, B, G, R, D], after RoPE.
@@ -115,13 +115,14 @@ class Ring:
 
 @dataclass(frozen=True)
 class Lens:
-    """How far each sequence has come, on the device. Positions 0 .. 128 * blocks_B[b] - 1 are in the planes,
-    those up to len_B[b] - 1 in the ring, and a step's new row i is the ring's position len_B[b] + i.
+    """Lengths of the sequences, on the device.
 
-    It always holds that 128 * blocks_B <= len_B and len_B + T <= 128 * blocks_B + 384.
+    Positions 0 .. 128 * blocks_B[b] - 1 are in the planes, those up to len_B[b] - 1 in the ring, and new
+    token i of a step is at the ring's position len_B[b] + i. Invariants: 128 * blocks_B <= len_B and len_B +
+    T <= 128 * blocks_B + 384.
 
     Args:
-        len_B: positions before the step's new rows, int64.
+        len_B: positions before the step's new tokens, int64.
         blocks_B: quantised blocks, int64.
     """
 
@@ -130,7 +131,7 @@ class Lens:
 
 
 def check_shape(*, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
-    """Refuse heads that the planes do not serve.
+    """Refuse unsupported heads.
 
     Raises:
         ConfigError: a head dim other than 64 and 128, or query heads that are no multiple of the KV heads.
@@ -159,7 +160,7 @@ def new_planes(
     split: Split,
     device: torch.device | str,
 ) -> Planes:
-    """Planes of zeros."""
+    """Allocate planes filled with zeros."""
     lead = (n_layers, batch, n_kv_heads, blocks)
 
     def codes(*shape: int) -> Tensor:
@@ -191,7 +192,7 @@ def new_ring(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Ring:
-    """A ring of zeros: what is masked has weight 0, and 0 times garbage may be NaN."""
+    """A ring of zeros (not empty: masked entries have weight 0, and 0 times garbage may be NaN)."""
     shape = (n_layers, batch, n_kv_heads, RING, head_dim)
     return Ring(
         torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)

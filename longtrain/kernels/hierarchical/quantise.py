@@ -4,7 +4,7 @@ Formula: a step and a zero for each key channel of a block and for each value to
 go to planes of their own (`kernels.hierarchical.layout`). Triton on a GPU of compute capability 8.0 or more
 (interpreted under TRITON_INTERPRET=1 on any device), `reference` everywhere else; both give the
 same bytes.
-Shapes: L layers, B batch, G KV heads, N source rows, D head dim.
+Shapes: L layers, B batch, G KV heads, N source tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Planes, Rin
 from longtrain.kernels.hierarchical.reference import LEVELS
 
 LARGEST = 6e4
-"""Largest magnitude that is quantised: what is read back from it still fits into fp16."""
+"""Largest magnitude that is quantised: its dequantised value still fits into fp16."""
 _ROUNDED_UP = 1 + 2**-10
 """How much wider than its range a step may make a group: fp16 has 10 bits after the first."""
 
 
 def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Tensor) -> None:
-    """Rows 128 i .. 128 i + 127 become block i of a layer's planes, for i below the sequence's count.
+    """Quantise the first `count_B` blocks of each sequence, 128 tokens each, into a layer's planes.
 
     Args:
-        k_BGND: keys, after RoPE; any strides but 1 in the last dim; N at least 128 times the largest count.
+        k_BGND: keys, after RoPE; last dim contiguous; N at least 128 times the largest count.
         v_BGND: values, likewise.
         planes: the planes of one layer; written in place.
-        count_B: blocks of each sequence, int64 on the device.
+        count_B: number of blocks of each sequence, int64 on the device.
 
     Raises:
         DataError: shapes that do not fit the planes.
@@ -51,13 +51,13 @@ def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Ten
 
 
 def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> None:
-    """The ring's block of number `block_B[b]` joins the planes of all layers where `due_B[b]`; moves no row.
+    """Quantise the ring's block with index `block_B[b]` into the planes of all layers, if `due_B[b]`.
 
     Args:
-        ring: the ring of all layers.
-        planes: the planes of all layers; written in place.
-        block_B: number of the oldest block in the ring, int64 on the device.
-        due_B: bool, whether it is to be quantised now.
+        ring: ring of all layers.
+        planes: planes of all layers; written in place.
+        block_B: index of the oldest block in the ring, int64 on the device.
+        due_B: bool mask of the sequences whose block is quantised.
     """
     count_B = due_B.to(torch.int64)
     if kernels_serve(ring.k):
@@ -71,20 +71,19 @@ def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> 
 
 
 def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
-    """Where a prompt just read holds values that no step and zero express: NaN, infinite, too large.
+    """Find keys or values of prompts just read that cannot be quantised: NaN, infinite or too large.
 
-    Such a value leaves its mark in the step or zero of its group: the zero is its lowest value and the step
-    tells its highest, as nearly as fp16 does. So up to 0.25 % above `LARGEST` may pass there, and no number
-    up to `LARGEST` is refused. Rows still in the ring are looked at themselves. Nothing is read back to the
-    host.
+    Of quantised groups only step and zero are checked: the zero is the lowest value, and with the step it
+    gives the highest in fp16 precision. So numbers up to 0.25 % above `LARGEST` may pass, and none up to
+    `LARGEST` is refused. Entries in the ring are checked directly. Nothing is read back to the host.
 
     Args:
         planes: the planes of all layers.
         ring: the ring of all layers.
-        lens: how far each sequence has come.
+        lens: lengths of the sequences.
 
     Returns:
-        bool [L, 2]: of each layer, its keys and its values.
+        bool [L, 2]: True for a layer's keys or values with such numbers.
     """
     first_B1 = (lens.blocks_B * BLOCK)[:, None]
     slot_R = torch.arange(RING, device=first_B1.device)

@@ -1,7 +1,8 @@
-"""Triton kernel that quantises, and its launch: a program turns 128 rows of K and V of one head into a block.
+"""Triton kernel that quantises, and its launch: a program writes K or V of 128 tokens of one head.
 
-Formula: see `reference.quantise`; the operations are the same, one by one, so that codes,
-steps and zeros are equal bit for bit (products and sums must not be fused).
+Formula: see `reference.quantise`. The operations are the same, one by one, so that codes, steps and zeros are
+equal bit for bit (products and sums must not be fused).
+
 Shapes: C = 128 tokens of a block, D head dim, X = D / 2.
 """
 
@@ -16,9 +17,9 @@ from longtrain.kernels.devices import launched_on
 from longtrain.kernels.hierarchical.layout import BLOCK, Planes, Split
 
 WARPS = {Split.FLOOR: 2, Split.RTN: 4}
-"""Warps of a program. Fewer exchange less between threads; RTN's second rounding takes those registers."""
+"""Warps of a program. Fewer warps exchange less data; RTN's second rounding needs the registers of more."""
 CHANNELS = 64
-"""Channels of a program that has keys; what it holds in registers grows with them."""
+"""Key channels of a program; its registers grow with them."""
 _LEAST_STEP = tl.constexpr(2.0**-14)
 
 
@@ -41,7 +42,7 @@ def _up(x):
 
 @triton.jit
 def _scale(low, high, sound, FLOOR: tl.constexpr):
-    """Step and zero in fp16; no numbers where the tile is not sound."""
+    """Step and zero in fp16; NaN if the tile has NaN or infinite numbers."""
     zero = _down(tl.where(sound, low, float("nan")))
     span = high - zero.to(tl.float32)
     if FLOOR:
@@ -54,7 +55,7 @@ def _scale(low, high, sound, FLOOR: tl.constexpr):
 
 @triton.jit
 def _sound(near, far):
-    """Whether a tile is free of NaN, which its bounds would pass over, and of infinite numbers."""
+    """True if a tile has no NaN, which minimum and maximum would skip, and no infinite numbers."""
     return tl.abs(tl.sum(tl.sum(near + far, 0), 0)) < float("inf")
 
 
@@ -62,8 +63,8 @@ def _sound(near, far):
 def _codes(x, step, zero, FLOOR: tl.constexpr):
     """Upper and lower nibbles of values, as integers; steps and zeros are given in fp32.
 
-    The sum of 2^23 and y has y rounded to an integer in its last bits. No code needs a bound but RTN's lower
-    nibble: a zero is not above its group, and a step covers it.
+    The sum of 2^23 and y has y, rounded to an integer, in its last bits. Only RTN's lower nibble needs a
+    clamp: the zero is not above the group's minimum, and 15 steps (or 255 codes) reach its maximum.
     """
     per_step = tl.math.div_rn(1.0, step)
     if FLOOR:
@@ -77,7 +78,7 @@ def _codes(x, step, zero, FLOOR: tl.constexpr):
 
 @triton.jit
 def _bytes(near, far, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two nibbles a byte, the bytes in the order in which they are stored (`BYTE_ORDER`)."""
+    """Two nibbles per byte, in the byte order of the layout (`BYTE_ORDER`)."""
     byte = (near | (far << 4)).to(tl.uint8).reshape(ROWS, COLUMNS // 4, 2, 2)
     return byte.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
 
@@ -87,7 +88,7 @@ def _keys(
     at, n_stride, block, part, u_ptr, l_ptr, step_ptr, zero_ptr,
     D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a block of keys: rows along tokens, a step and a zero for each channel."""
+    """Quantise some channels of a block of keys, [C tokens, WIDTH channels]; step and zero by channel."""
     X: tl.constexpr = D // 2
     WIDTH: tl.constexpr = X // PARTS
     half, token = part * WIDTH + tl.arange(0, WIDTH), tl.arange(0, C)
@@ -113,7 +114,7 @@ def _values(
     at, n_stride, block, part, u_ptr, l_ptr, step_ptr, zero_ptr,
     D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a block of values: rows along half a head, a step and a zero for each token."""
+    """Quantise some tokens of a block of values, [X dimensions, WIDTH tokens]; step and zero by token."""
     X: tl.constexpr = D // 2
     WIDTH: tl.constexpr = C // PARTS
     half, token = tl.arange(0, X), part * WIDTH + tl.arange(0, WIDTH)
@@ -138,11 +139,11 @@ def quantise_kernel(
     k_l, k_b, k_g, k_n, v_l, v_b, v_g, v_n, B, G, N,
     D: tl.constexpr, C: tl.constexpr, RING: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, x, z): a part of the keys (z even) or values (z odd) of block `first[b] + i` of head
-    x = (layer, sequence, KV head).
+    """Quantise a part of block `first[b] + i` of one head: keys for even z, values for odd z.
 
-    Its rows lie at 128 i of the source, or, with RING slots, where the ring holds the block. Where i is not
-    below count[b] there is nothing to do.
+    Program (i, x, z) has the head x = (layer, sequence, KV head). Its tokens are at 128 i of the source or,
+    for a ring of RING positions, at the block's position in the ring. A program with i >= count[b] returns at
+    once.
     """
     i, x = tl.program_id(0), tl.program_id(1)
     layer, b, g = (x // (B * G)).to(tl.int64), (x // G % B).to(tl.int64), (x % G).to(tl.int64)
@@ -170,16 +171,16 @@ def quantise(
     blocks: int,
     ring: int,
 ) -> None:
-    """Programs for keys and values of each head and block; those beyond a sequence's count leave at once.
+    """Launch programs for keys and values of each head and block.
 
     Args:
-        k_LBGND: rows of the source.
-        v_LBGND: values of the same rows.
-        planes: planes of as many layers as the source; those of one layer with or without L.
-        first_B: block that a sequence's first 128 rows become, int64.
-        count_B: blocks of each sequence, int64.
+        k_LBGND: keys of the source.
+        v_LBGND: values of the same tokens.
+        planes: planes of as many layers as the source; for one layer with or without L.
+        first_B: index of the block for a sequence's first 128 tokens, int64.
+        count_B: number of blocks of each sequence, int64.
         blocks: largest count.
-        ring: slots of the source if it is a ring, else 0.
+        ring: positions of the source if it is a ring, else 0.
     """
     L, B, G, _, D = k_LBGND.shape
     parts = D // CHANNELS

@@ -1,10 +1,12 @@
-"""What a hierarchical cache computes, written plainly in torch: the specification and the CPU path.
+"""Reference implementation of the hierarchical cache in plain torch: the specification and the CPU path.
 
-Quantising: steps and zeros are rounded to the type they are stored in before any code is computed, so that
-their rounding is part of what the codes make up for; all arithmetic is in fp32.
-Attention: the planes written out, the ring beside them, one mask.
-Shapes: L layers, B batch, T new rows, H query heads, G KV heads, N blocks, C = 128 tokens of a block, D head
-dim, X = D / 2 bytes, R slots of the ring, S = N * C + R.
+Quantisation: steps and zeros are rounded to fp16 before codes are computed, so that codes compensate for that
+rounding; all arithmetic is in fp32.
+
+Attention: the planes are dequantised and concatenated with the ring under one mask.
+
+Shapes: L layers, B batch, T new tokens, H query heads, G KV heads, N blocks, C = 128 tokens of a block, D
+head dim, X = D / 2 bytes, R positions of the ring, S = N * C + R.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from longtrain.kernels.hierarchical.layout import BLOCK, BYTE_ORDER, RING, Lens,
 from longtrain.kernels.tree_attention.reference import Causal, masked_attention, visible_rows
 
 LEAST_STEP = 2.0**-14
-"""Smallest step: the least fp16 number with all its bits. A constant channel has it."""
+"""Smallest step, that of a constant channel: the smallest normal fp16 number."""
 LEVELS = {Split.FLOOR: 255 / 16, Split.RTN: 15.0}
-"""Steps that cover the range of a group."""
+"""Number of steps that cover the range of a group."""
 
 
 def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,7 +31,7 @@ def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor,
     Args:
         x: values, any float dtype.
         dim: negative; the dimension that shares a step and a zero.
-        split: how a code falls into two nibbles.
+        split: division of a code into two nibbles.
 
     Returns:
         upper and lower nibbles (uint8, the shape of `x`), steps and zeros (fp16, `dim` kept as 1).
@@ -40,6 +42,7 @@ def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor,
     """
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    # the zero rounds down and the step up, so that the codes still cover the whole range of the group
     zero = _down(low)
     step = _up((high - zero.float()) * (1.0 / LEVELS[split])).clamp(min=LEAST_STEP)
     z, s = zero.float(), step.float()
@@ -55,16 +58,16 @@ def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor,
 
 
 def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, first_B: Tensor, count_B: Tensor) -> None:
-    """Blocks of 128 rows of K and V into the planes of a layer, in place; twin of `hier_quant`'s.
+    """Quantise blocks of 128 tokens into the planes of a layer, in place; reference for `quantise_kernel`.
 
     Args:
-        k_BGND: rows, N a multiple of 128.
-        v_BGND: values of the same rows.
-        planes: the planes of one layer.
-        first_B: the plane's block that the first 128 rows become.
-        count_B: how many blocks of each sequence are written; its other rows are left alone.
+        k_BGND: keys, N a multiple of 128.
+        v_BGND: values of the same tokens.
+        planes: planes of one layer.
+        first_B: index of the block for the first 128 tokens.
+        count_B: number of blocks of each sequence to write.
     """
-    B, G, rows, D = k_BGND.shape
+    B, G, rows, D = k_BGND.shape  # [B, G, N, D] -> [B, G, N / 128, 128, D]
     k, v = (x.reshape(B, G, rows // BLOCK, BLOCK, D) for x in (k_BGND, v_BGND))
     k_upper, k_lower, k_step, k_zero = quantise(k, -2, planes.split)
     v_upper, v_lower, v_step, v_zero = quantise(v, -1, planes.split)
@@ -125,7 +128,7 @@ def unpack_columns(byte_XC: Tensor) -> Tensor:
 
 
 def _swapped(byte: Tensor) -> Tensor:
-    """The middle two of each aligned four along the last dimension change places."""
+    """Swap the middle two of each aligned four bytes along the last dimension."""
     four = byte.unflatten(-1, (-1, 4))
     return four[..., list(BYTE_ORDER)].flatten(-2)
 
@@ -157,8 +160,8 @@ def hier_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.hierarchical.attention.hier_attention`.
 
-    On a CPU only the blocks up to the longest sequence's are written out; elsewhere all, so that the host
-    need not wait for the lengths.
+    On a CPU only the blocks up to the longest sequence's are dequantised; elsewhere all, so that lengths need
+    not be read back.
     """
     T = q_BHTD.shape[2]
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)
@@ -179,15 +182,16 @@ def _first_blocks(planes: Planes, blocks: int) -> Planes:
 
 
 def _in_planes(lens: Lens, rows: int, T: int) -> Tensor:
-    """visible_BTS over the planes' positions: all that is quantised."""
+    """visible_BTS over the planes' positions: True for all quantised ones."""
     inside_BS = torch.arange(rows, device=lens.len_B.device) < lens.blocks_B[:, None] * BLOCK
     return inside_BS[:, None].expand(-1, T, -1)
 
 
 def _in_ring(lens: Lens, mask: Tensor | Causal | None, T: int) -> Tensor:
-    """visible_BTR over the ring's slots: what lies before the new rows, and of these what the mask says."""
+    """visible_BTR over the ring: the entries before the new tokens, and new tokens by the mask."""
     device = lens.len_B.device
     first_B1 = (lens.blocks_B * BLOCK)[:, None]
+    # the position at each index of the ring (position mod 384), and its distance from the first new token
     position_BR = first_B1 + (torch.arange(RING, device=device) - first_B1) % RING
     own_BR = position_BR - lens.len_B[:, None]
     before_B1R = (own_BR < 0)[:, None]

@@ -1,14 +1,16 @@
-"""Importance of prompt tokens: the attention that a few observing rows give them; no rows x keys matrix.
+"""Importance of prompt tokens: the attention they get from a few observing queries, without the full matrix.
 
-Formulas, for an observing row i of a span whose prefix keys are j and whose own keys are the rows c <= i:
+Formulas, for an observing query i of a span with prefix keys j and own keys c <= i:
 lse_i = log(sum_j exp(scale q_i·k_j) + sum_c exp(scale q_i·own_k_c)), p_ij = exp(scale q_i·k_j - lse_i),
 s_j = mean_i p_ij.
+
 Triton on a GPU of compute capability 8.0 or more for head dims up to 256 in fp32, bf16 and fp16 (interpreted
-under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
-`importance_reference`, whole matrices in plain torch, everywhere else.
-Products run in the dtype of the prefix keys with fp32 sums, exponentials in fp32.
-Shapes: N observing rows of all spans, H query heads, G KV heads (H a multiple of G), D head dim, B sequences,
-T key slots of a sequence. The spans' rows follow one another from 0 to N; their prefixes share no key.
+under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply); `reference`,
+full matrices in plain torch, everywhere else. Products run in the dtype of the prefix keys with fp32 sums,
+exponentials in fp32.
+
+Shapes: N observing queries of all spans, H query heads, G KV heads (H a multiple of G), D head dim, B
+sequences, T keys of a sequence. The spans' queries are concatenated from 0 to N; their prefixes share no key.
 """
 
 from __future__ import annotations
@@ -33,16 +35,17 @@ _MAX_DIM = 256
 def suffix_lse(
     q_NHD: Tensor, own_k_NGD: Tensor, k_BTGD: Tensor, spans: Sequence[Span], *, scale: float
 ) -> Tensor:
-    """Natural-log sum of exponentials of each row over prefix and own causal keys.
+    """Log of the sum of exponentials of each query over prefix and own causal keys.
 
     Args:
-        q_NHD: queries of the rows, rotated.
-        own_k_NGD: the rows' own keys, rotated.
-        k_BTGD: prefix keys, any strides but 1 in the last dim; slots outside of the spans are not read.
-        spans: rows and prefixes.
+        q_NHD: observing queries, after RoPE.
+        own_k_NGD: keys of the same tokens, after RoPE.
+        k_BTGD: prefix keys, last dim contiguous; keys outside of the spans are not read.
+        spans: ranges of queries and their prefixes.
         scale: softmax scale.
 
-    Returns: lse_NH in fp32 (fp64 for fp64).
+    Returns:
+        lse_NH (natural) in fp32 (fp64 for fp64).
 
     Raises:
         DataError: shapes or spans that do not fit.
@@ -64,17 +67,18 @@ def importance(
     scale: float,
     reduce: Literal["mean", "max"] = "mean",
 ) -> Tensor:
-    """Column mean (or maximum) of the rows' attention on the prefix keys.
+    """Mean (or maximum) over queries of the attention to each prefix key.
 
     Args:
-        q_NHD: queries of the rows, rotated.
-        lse_NH: of `suffix_lse`, or whatever the attention kernel returned.
+        q_NHD: observing queries, after RoPE.
+        lse_NH: result of `suffix_lse`, or the lse of the attention kernel.
         k_BTGD: prefix keys, see `suffix_lse`.
-        spans: rows and prefixes.
+        spans: ranges of queries and their prefixes.
         scale: softmax scale.
-        reduce: mean or max over a span's rows.
+        reduce: mean or max over a span's queries.
 
-    Returns: s_BHT in fp32 (fp64 for fp64), 0 outside of the spans.
+    Returns:
+        s_BHT in fp32 (fp64 for fp64), 0 outside of the spans.
 
     Raises:
         DataError: shapes or spans that do not fit, another `reduce`.
@@ -92,18 +96,19 @@ def importance(
 def own_importance(
     q_NHD: Tensor, own_k_NGD: Tensor, lse_NH: Tensor, spans: Sequence[Span], *, scale: float
 ) -> Tensor:
-    """Column mean of the rows' attention on the rows' own keys, which only the rows from there on see.
+    """Mean over queries of the attention to each own key, which is visible from its own query on.
 
-    With `importance` it gives the column sums of a whole causal softmax, chunk of rows by chunk (H2O).
+    With `importance` it gives the column sums of a full causal softmax, chunk of queries by chunk (H2O).
 
     Args:
-        q_NHD: queries of the rows, rotated.
-        own_k_NGD: the rows' own keys, rotated.
+        q_NHD: observing queries, after RoPE.
+        own_k_NGD: keys of the same tokens, after RoPE.
         lse_NH: the result of `suffix_lse`.
-        spans: only their rows count.
+        spans: ranges of queries; their prefixes are ignored.
         scale: softmax scale.
 
-    Returns: s_NH in fp32 (fp64 for fp64): sum over the span's rows i >= c of p_ic, divided by its rows.
+    Returns:
+        s_NH in fp32 (fp64 for fp64): sum over the span's queries i >= c of p_ic, divided by their number.
 
     Raises:
         DataError: shapes or spans that do not fit.
@@ -126,20 +131,21 @@ def suffix_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the rows over prefix and own causal keys, and the importance they give the prefix.
+    """Attention of the queries over prefix and own causal keys, and the importance of the prefix keys.
 
     Differentiable in q, own_k and own_v, through both results; the prefix is constant.
 
     Args:
-        q_NHD: queries of the rows, rotated.
-        own_k_NGD: the rows' own keys, rotated.
-        own_v_NGD: the rows' own values.
+        q_NHD: observing queries, after RoPE.
+        own_k_NGD: keys of the same tokens, after RoPE.
+        own_v_NGD: their values.
         k_BTGD: prefix keys, see `suffix_lse`.
         v_BTGD: prefix values, likewise.
-        spans: rows and prefixes.
+        spans: ranges of queries and their prefixes.
         scale: softmax scale.
 
-    Returns: out_NHD in q's dtype and s_BHT, fp32 or fp64 (the mean of `importance`).
+    Returns:
+        out_NHD in q's dtype and s_BHT, fp32 or fp64 (the mean of `importance`).
 
     Raises:
         DataError: shapes or spans that do not fit.
@@ -161,14 +167,14 @@ def suffix_attention(
 
 
 def kernels_serve(q: Tensor, k: Tensor) -> bool:
-    """Whether the Triton kernels take these queries and prefix keys; the reference does otherwise."""
+    """True if the Triton kernels support these queries and prefix keys; else `reference` is used."""
     return products_serve(q, k) and k.shape[-1] <= _MAX_DIM
 
 
 def _checked(
     q_NHD: Tensor, own_NGD: Tensor | None, k_BTGD: Tensor, spans: Sequence[Span]
 ) -> tuple[Span, ...]:
-    """The spans as a tuple, after a look at all shapes."""
+    """Check all shapes and return the spans as a tuple."""
     N, H, D = q_NHD.shape
     B, T, G, width = k_BTGD.shape
     if width != D or H % G:
@@ -176,7 +182,7 @@ def _checked(
             DataError, f"{H} query heads of {D} over {G} KV heads of {width}", "a multiple of one size"
         )
     if own_NGD is not None and own_NGD.shape != (N, G, D):
-        raise refusal(DataError, f"own keys {tuple(own_NGD.shape)}", f"{(N, G, D)}, one row for each query")
+        raise refusal(DataError, f"own keys {tuple(own_NGD.shape)}", f"{(N, G, D)}, one for each query")
     spans = tuple(spans)
     check_spans(spans, N, B, T)
     return spans
@@ -184,5 +190,5 @@ def _checked(
 
 @lru_cache(maxsize=128)
 def _without_prefix(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The spans' rows over no keys."""
+    """The spans with empty prefixes."""
     return tuple(Span(span.rows, 0, (0, 0)) for span in spans)

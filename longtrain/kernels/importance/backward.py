@@ -23,9 +23,9 @@ def query_kernel(
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, OUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of a row block over an item's keys, in fp32. OUT: d_out is given; SCORES: d_s is.
+    """Partial sums of a block of queries over an item's keys, in fp32. OUT: d_out is given; SCORES: d_s is.
 
-    d_s_BHT is contiguous with `slots` keys and not yet divided by the rows.
+    d_s_BHT is contiguous with `slots` keys and not yet divided by the number of queries.
     """
     M: tl.constexpr = HEADS * ROWS
     sets: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -106,7 +106,9 @@ def merge_query_kernel(
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """d_q_NHD and D_NH of CHUNK packed rows, from the partial sums of their items."""
+    """Add up the items' partial sums of CHUNK packed rows (a query and a head each): the queries' gradient
+    d_q_NHD, and D_NH, the D_i of the module's formula.
+    """
     index, keep, slot, count = _rows_of(blocks_ptr, PARTS, GROUP, HEADS, ROWS, CHUNK, SPLITS)
     dim, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
     grad = tl.zeros((CHUNK, WIDTH), tl.float32)
@@ -134,7 +136,7 @@ def own_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, OUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients NGD of one block of own keys and values and one KV head, over all rows from there on."""
+    """Gradients NGD of one block of own keys and values of one KV head, over all queries that see them."""
     pid = tl.program_id(0).to(tl.int64)
     item, kv = items_ptr + pid // G * 6, pid % G
     low, high = tl.load(item + 1), tl.load(item + 2)

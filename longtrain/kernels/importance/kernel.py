@@ -1,9 +1,10 @@
-"""Triton kernels of `kernels.importance`: one pass over K (and V), work cut by the tables of `spans`.
+"""Triton kernels of `kernels.importance`: one pass over K (and V), work divided by the tables of `spans`.
 
-A tile of M = HEADS * ROWS packed rows holds HEADS query heads of one KV head and ROWS rows, head by head, so
-that few rows still fill a tile and K is read once for them. A program's number is item * PARTS + part, where
-a part is one such set of heads. Partial results lie at program number * M + m; the kernels named `merge_...`
-join them. Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
+A tile of M = HEADS * ROWS packed rows has HEADS query heads of one KV head and ROWS queries, head by head, so
+that few queries still fill a tile and K is read once for them. A program's number is item * PARTS + part,
+where a part is one such set of heads. Partial results are at index program number * M + m; the kernels named
+`merge_...` combine them. Logits are in base 2 (`scale2` = scale * log2 e); the returned lse is natural.
+
 Address arithmetic that may exceed 2^31 is 64-bit. Nothing beyond an item's keys is read.
 """
 
@@ -19,7 +20,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _heads(part, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """KV head of a part, and of each packed row: query head, row in the block, whether the head exists."""
+    """KV head of a part, and of each packed row the query head, the query in the block, and if it exists."""
     sets: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     m = tl.arange(0, HEADS * ROWS)
     kv = part // sets
@@ -29,7 +30,7 @@ def _heads(part, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _load(pointers, keep, dim, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of `keep`, zeros for the others and for the columns from D on."""
+    """Load the vectors of `keep`, with zeros for the others and for the columns from D on."""
     mask = keep[:, None]
     if D != WIDTH:
         mask = mask & (dim < D)[None, :]
@@ -38,7 +39,7 @@ def _load(pointers, keep, dim, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _online(logit, top, total):
-    """A step of the softmax over blocks of keys: weights, new maximum, new sum, factor of what was before."""
+    """A step of the online softmax: weights, new maximum, new sum, and the factor of the older sums."""
     new = tl.maximum(top, tl.max(logit, 1))
     shrink = tl.exp2(top - new)
     p = tl.exp2(logit - new[:, None])
@@ -52,7 +53,7 @@ def attend_kernel(
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Partial lse of a row block over an item's keys; with VALUES the partial output [M, WIDTH], in fp32."""
+    """Partial lse of a block of queries over an item's keys; with VALUES also the output, [M, WIDTH]."""
     pid = tl.program_id(0).to(tl.int64)
     item = items_ptr + pid // PARTS * 8
     kv, head, row, exists = _heads((pid % PARTS).to(tl.int32), GROUP, HEADS, ROWS)
@@ -111,7 +112,7 @@ def merge_lse_kernel(
     part_ptr, blocks_ptr, lse_ptr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """lse_NH of a row block and part, from the partial ones of its items."""
+    """lse_NH of a block of queries and a part, from the partial ones of its items."""
     pid = tl.program_id(0).to(tl.int64)
     block, part = blocks_ptr + pid // PARTS * 4, (pid % PARTS).to(tl.int32)
     _, head, row, exists = _heads(part, GROUP, HEADS, ROWS)
@@ -138,7 +139,7 @@ def _rows_of(
     blocks_ptr, PARTS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Packed rows of a merging program: index n * H + h, whether it exists, slots [SPLITS, CHUNK], splits."""
+    """Packed rows of a merging program: index n * H + h, mask, slots [SPLITS, CHUNK], number of splits."""
     M: tl.constexpr = HEADS * ROWS
     chunks: tl.constexpr = M // CHUNK
     sets: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -187,8 +188,9 @@ def merge_out_kernel(
 @triton.jit
 def _columns(k, q, lse2, scale2, row, col, HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
              OWN: tl.constexpr, MAX: tl.constexpr):  # fmt: skip
-    """Sum or maximum over a block's rows of p for each key and head: [KEYS, HEADS]; keys lie along the tile's
-    rows, so that the reduction stays within a warp.
+    """Sum or maximum over a block's queries of p for each key and head: [KEYS, HEADS].
+
+    Keys are along the tile's rows, so that the reduction stays within a warp.
     """
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale2 - lse2[None, :])
     if OWN:
@@ -207,8 +209,9 @@ def column_kernel(
 ):  # fmt: skip
     """Column means or maxima over an item's keys: every key is written once, by the only program that has it.
 
-    ONE: all rows are one block, which stays while the keys go by; otherwise the item is one block of keys,
-    which stays while the rows go by. OWN: keys are rows, and only rows from there on see them.
+    ONE: all queries are one block, which stays in registers while the program loops over the keys; otherwise
+    the item is one block of keys, which stays while it loops over the queries. OWN: keys belong to the
+    queries, and are visible from their own query on.
     """
     pid = tl.program_id(0).to(tl.int64)
     item = items_ptr + pid // PARTS * 6

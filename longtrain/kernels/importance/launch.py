@@ -2,7 +2,8 @@
 
 The tiles are the `SpanTile` constants below; they were chosen for compute capability 9.0 at head dim 128 in
 half precision (at most 16 bytes of registers are spilled there), and they shrink for larger head dims.
-Shapes: see `kernels.importance`; M packed rows of a tile.
+
+Shapes: see `kernels.importance`; M packed rows of a tile (queries x query heads).
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ class SpanTile:
 ATTEND = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=1)
 LSE = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=4)
 COLUMN_FEW = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=2)
-"""Column means of rows that fit in one tile; the keys go by."""
+"""Column means of few queries, which fit in one tile; a program loops over the keys."""
 COLUMN_MANY = SpanTile(rows=64, keys=128, warps=8, stages=3, waves=0)
-"""Column means of more rows; a program has one block of keys, and the rows go by."""
+"""Column means of more queries; a program has one block of keys and loops over the queries."""
 QUERY = SpanTile(rows=128, keys=64, warps=8, stages=2, waves=1)
 FLOAT = SpanTile(rows=32, keys=32, warps=8, stages=2, waves=0)
 """All of the above in fp32, whose products are plain multiply-adds: larger tiles would spill registers."""
 OWN = SpanTile(rows=32, keys=32, warps=4, stages=1, waves=0)
 OWN_FLOAT = SpanTile(rows=16, keys=16, warps=8, stages=1, waves=0)
-"""Gradients of the rows' own keys and values, at every head dim."""
+"""Gradients of the queries' own keys and values, at every head dim."""
 SPLITS = 32
 """Partial results that a merging program reads at once."""
 CHUNK = 1
 """Packed rows of a merging program; interpreted programs take all of a tile, since each is slow to start."""
 _DIM = 128
-"""Head dim for which the tiles are meant; a larger one halves them."""
+"""Head dim for which the tiles were chosen; a larger one halves them."""
 _INTERPRETED = 8
 """Processors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A tile cut to one call's shapes; `const` is what all kernels take of it."""
+    """A tile adapted to one call's shapes; `const` are the constants that all kernels have."""
 
     heads: int
     rows: int
@@ -144,7 +145,7 @@ def suffix_attention(
 
 
 class _SuffixAttention(torch.autograd.Function):
-    """Saves rows, output and lse; the backward walks over K and V once more."""
+    """Saves queries, output and lse; the backward reads K and V once more."""
 
     @staticmethod
     def forward(
@@ -193,7 +194,7 @@ def _backward(
     q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     d_out: Tensor | None, d_s: Tensor | None, spans: tuple[Span, ...], scale: float, wide: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, own_k and own_v; `wide`: in fp32."""
+    """Gradients of q, own_k and own_v; `wide`: computed in fp32."""
     grid = _grid(QUERY, q, k, spans)
     items, blocks = row_items(spans, grid.rows, grid.keys, grid.programs, q.device)
     given = {"OUT": d_out is not None, "SCORES": d_s is not None}
@@ -230,7 +231,7 @@ def _columns(
     q: Tensor, lse: Tensor, k: Tensor, k_strides: tuple[int, ...], s: Tensor, s_strides: tuple[int, ...],
     items: Tensor, scale: float, grid: Grid, one: bool, *, own: bool = False, max_: bool = False,
 ) -> None:  # fmt: skip
-    """Fill s by the column kernel."""
+    """Compute s with the column kernel."""
     if not len(items):
         return
     with launched_on(q):
@@ -248,7 +249,7 @@ def _grid(tile: SpanTile, q: Tensor, k: Tensor, spans: tuple[Span, ...]) -> Grid
 def _cut(
     tile: SpanTile, spans: tuple[Span, ...], H: int, G: int, D: int, size: int, device: torch.device
 ) -> Grid:
-    """The tile for these spans: short ones leave room for several heads, a large head dim shrinks it."""
+    """Adapt a tile to these spans: short ones leave room for several heads, a large head dim shrinks it."""
     width = width_of(D)
     sizes = FLOAT if size == 4 else tile
     shrink = max(1, width // _DIM)
@@ -268,10 +269,11 @@ def _cut(
 
 
 def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: SpanTile) -> tuple[int, int]:
-    """Heads and rows of a tile of at most `packed`: those that waste the least.
+    """Heads and queries of a tile of at most `packed` rows: the pair that wastes the least.
 
-    A tile below 64 takes as long as one of 64. Of equal waste, most heads share the keys best; but where the
-    rows go by, few heads make the sums over rows cheap, and where the keys go by, all rows must fit.
+    A tile below 64 rows takes as long as one of 64. Among pairs of equal waste, more heads share the keys
+    best; but in kernels that loop over queries, few heads make the sums over queries cheap, and in kernels
+    that loop over keys, all queries must fit.
     """
     n = _power(most_rows(spans))
     most = packed // min(n, packed) if tile is COLUMN_FEW else packed // 8
@@ -287,7 +289,7 @@ def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: SpanTile) -> 
 
 
 def _rows(x: Tensor, k: Tensor) -> Tensor:
-    """The rows in the prefix's dtype with adjacent numbers in the last dim."""
+    """The queries or keys in the prefix's dtype, with a contiguous last dim."""
     return dense_rows(x.to(k.dtype))
 
 
@@ -296,7 +298,7 @@ def _empty(q: Tensor, items: int, grid: Grid, *width: int) -> Tensor:
 
 
 def _merging(blocks: Tensor, grid: Grid) -> tuple[int]:
-    """Programs that merge all packed rows."""
+    """Number of programs that merge all packed rows."""
     return (len(blocks) * grid.parts * (grid.heads * grid.rows // grid.chunk),)
 
 

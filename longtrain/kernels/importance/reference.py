@@ -1,7 +1,8 @@
-"""What `kernels.importance` computes, in plain torch with whole matrices: the specification and the CPU path.
+"""Reference implementation of `kernels.importance` with full matrices: the specification and the CPU path.
 
 Products, exponentials and sums are fp32 (fp64 stays fp64), under autocast too.
-Shapes: see `kernels.importance`; X prefix and own keys one after the other.
+
+Shapes: see `kernels.importance`; X prefix and own keys, concatenated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from longtrain.kernels.importance.spans import Span
 def suffix_lse(
     q_NHD: Tensor, own_k_NGD: Tensor, k_BTGD: Tensor, spans: Sequence[Span], *, scale: float
 ) -> Tensor:
-    """Twin of `kernels.importance.suffix_lse`."""
+    """Reference for `kernels.importance.suffix_lse`."""
     with torch.autocast(q_NHD.device.type, enabled=False):
         parts = [torch.logsumexp(_logits(q_NHD, own_k_NGD, k_BTGD, span, scale), -1) for span in spans]
         return torch.cat(parts, 1).T
@@ -33,7 +34,7 @@ def importance(
     scale: float,
     reduce: Literal["mean", "max"] = "mean",
 ) -> Tensor:
-    """Twin of `kernels.importance.importance`."""
+    """Reference for `kernels.importance.importance`."""
     with torch.autocast(q_NHD.device.type, enabled=False):
         parts = []
         for span in spans:
@@ -47,7 +48,7 @@ def importance(
 def own_importance(
     q_NHD: Tensor, own_k_NGD: Tensor, lse_NH: Tensor, spans: Sequence[Span], *, scale: float
 ) -> Tensor:
-    """Twin of `kernels.importance.own_importance`."""
+    """Reference for `kernels.importance.own_importance`."""
     with torch.autocast(q_NHD.device.type, enabled=False):
         parts = []
         for span in spans:
@@ -67,7 +68,7 @@ def suffix_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Twin of `kernels.importance.suffix_attention`; the gradient is autograd's."""
+    """Reference for `kernels.importance.suffix_attention`; the gradient is autograd's."""
     wide = torch.promote_types(q_NHD.dtype, torch.float32)
     with torch.autocast(q_NHD.device.type, enabled=False):
         outs, parts = [], []
@@ -99,7 +100,7 @@ def _prefix(q_NHD: Tensor, k_TGD: Tensor, scale: float) -> Tensor:
 
 
 def _own(q_NHD: Tensor, own_k_NGD: Tensor, scale: float) -> Tensor:
-    """Scaled products [H, N, N] with the rows' own keys under a causal mask."""
+    """Scaled products [H, N, N] with the queries' own keys under a causal mask."""
     n = len(q_NHD)
     later = torch.ones(n, n, dtype=torch.bool, device=q_NHD.device).triu(1)
     return _prefix(q_NHD, own_k_NGD, scale).masked_fill(later, -torch.inf)

@@ -1,7 +1,7 @@
-"""Which rows observe which keys, and the tables that tell a kernel's programs so.
+"""Spans of observing queries and their prefix keys, and work tables for the kernels' programs.
 
-Tables are built on the host, copied without waiting for the device, and kept: every layer asks for the same.
-Shapes: I programs' items, U row blocks, N observing rows.
+Tables are built on the host, copied without waiting for the device, and cached: every layer uses the same.
+Shapes: I work items, U blocks of queries, N observing queries.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from longtrain.errors import DataError, refusal
 
 _KEPT = 128
-"""Tables kept of each kind; a packed row of documents makes about ten."""
+"""Cached tables of each kind; a packed sequence of documents makes about ten."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The observing rows of one prompt and the keys that all of them see; numbers on the host.
+    """The observing queries of one prompt and the keys that all of them see; numbers on the host.
 
     Args:
-        rows: start and stop in the N rows (of q and of the rows' own K and V).
-        seq: sequence in the first dim of the prefix keys.
-        keys: start and stop of the prefix in that sequence's T slots.
+        rows: start and stop in the N queries (and their own K and V).
+        seq: index of the sequence in the first dimension of the prefix keys.
+        keys: start and stop of the prefix in that sequence's T keys.
     """
 
     rows: tuple[int, int]
@@ -37,23 +37,23 @@ class Span:
 
 @lru_cache(maxsize=_KEPT)
 def check_spans(spans: tuple[Span, ...], n_rows: int, n_seqs: int, n_slots: int) -> None:
-    """Refuse spans that leave rows out, leave the tensors or share prefix keys.
+    """Refuse spans that skip queries, exceed the tensors or share prefix keys.
 
     Raises:
-        DataError: rows of the spans do not follow one another from 0 to n_rows at least one in each; keys
-            outside the slots; a sequence that is not there; two spans over the same keys.
+        DataError: the spans' queries are not contiguous from 0 to n_rows with at least one in each; keys out
+            of range; a sequence that does not exist; two spans over the same keys.
     """
     at = 0
     for span in spans:
         if span.rows[0] != at or span.rows[1] <= at:
             raise refusal(
-                DataError, f"span rows {span.rows} after row {at}", "each span starts there, 1 or more"
+                DataError, f"span queries {span.rows} after query {at}", "each span starts there, 1 or more"
             )
         at = span.rows[1]
         if not 0 <= span.keys[0] <= span.keys[1] <= n_slots or not 0 <= span.seq < n_seqs:
             raise refusal(DataError, f"{span}", f"sequences below {n_seqs} and keys within 0..{n_slots}")
     if at != n_rows or not spans:
-        raise refusal(DataError, f"spans of {at} rows for {n_rows} queries", "spans that cover all rows")
+        raise refusal(DataError, f"spans of {at} of {n_rows} queries", "spans that cover all queries")
     used = sorted((span.seq, *span.keys) for span in spans if span.keys[0] < span.keys[1])
     for (seq, _, stop), (other, start, _) in pairwise(used):
         if seq == other and start < stop:
@@ -61,12 +61,12 @@ def check_spans(spans: tuple[Span, ...], n_rows: int, n_seqs: int, n_slots: int)
 
 
 def most_rows(spans: Sequence[Span]) -> int:
-    """Rows of the largest span."""
+    """Number of queries of the largest span."""
     return max(span.rows[1] - span.rows[0] for span in spans)
 
 
 def covers(spans: Sequence[Span], n_seqs: int, n_slots: int) -> bool:
-    """Whether the spans' prefixes, which share no key, are all the slots of all sequences."""
+    """True if the spans' prefixes, which share no key, cover all keys of all sequences."""
     return sum(span.keys[1] - span.keys[0] for span in spans) == n_seqs * n_slots
 
 
@@ -74,19 +74,20 @@ def covers(spans: Sequence[Span], n_seqs: int, n_slots: int) -> bool:
 def row_items(
     spans: tuple[Span, ...], rows: int, keys: int, programs: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Work of the kernels whose programs own a block of rows and walk over a piece of its keys.
+    """Work items of kernels whose programs process a block of queries and loop over a piece of its keys.
 
     Args:
         spans: checked spans.
-        rows: rows of a block.
-        keys: the pieces are multiples of so many keys.
-        programs: about so many items fill the device.
+        rows: number of queries of a block.
+        keys: pieces are multiples of this number of keys.
+        programs: approximate number of items that fills the device.
         device: the device of the tables.
 
     Returns:
-        items_I8: first row, stop row, sequence, first key, stop key, first and stop row of the own keys, rows
-            of the span; a block's items follow one another, and only the last of them sees own keys.
-        blocks_U4: first row, stop row, first item, number of items.
+        items_I8: first query, stop query, sequence, first key, stop key, first and stop index of the own
+            keys, queries of the span; a block's items are consecutive, and only the last of them sees own
+            keys.
+        blocks_U4: first query, stop query, first item, number of items.
     """
     blocks = [(row, min(row + rows, span.rows[1]), span) for span in spans for row in range(*span.rows, rows)]
     total = sum(span.keys[1] - span.keys[0] for _, _, span in blocks)
@@ -107,15 +108,16 @@ def row_items(
 
 @lru_cache(maxsize=_KEPT)
 def key_items(spans: tuple[Span, ...], keys: int, programs: int, device: torch.device) -> Tensor:
-    """Work of the kernels whose programs own a piece of the prefix and walk over the rows.
+    """Work items of kernels whose programs process a piece of the prefix and loop over the queries.
 
     Args:
         spans: checked spans.
-        keys: the pieces are multiples of so many keys.
-        programs: about so many items fill the device; 0: pieces of exactly `keys`.
+        keys: pieces are multiples of this number of keys.
+        programs: approximate number of items that fills the device; 0: pieces of exactly `keys`.
         device: the device of the table.
 
-    Returns: items_I6: sequence, first key, stop key, first row, stop row, rows that the mean divides by.
+    Returns:
+        items_I6: sequence, first key, stop key, first query, stop query, number of queries in the mean.
     """
     total = sum(span.keys[1] - span.keys[0] for span in spans)
     size = keys * max(1, _up(_up(total, programs), keys) if programs else 1)
@@ -131,7 +133,10 @@ def key_items(spans: tuple[Span, ...], keys: int, programs: int, device: torch.d
 
 @lru_cache(maxsize=_KEPT)
 def own_items(spans: tuple[Span, ...], keys: int, device: torch.device) -> Tensor:
-    """Work over the rows' own keys: items_I6 as of `key_items`; the rows start at the block's first key."""
+    """Work items like those of `key_items`, over blocks of the observing queries' own keys.
+
+    Own keys are causal: a block is seen by its span's queries from the block's first position on.
+    """
     return _table(
         [
             (0, start, min(start + keys, span.rows[1]), start, span.rows[1], span.rows[1] - span.rows[0])

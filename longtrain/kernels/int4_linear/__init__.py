@@ -1,16 +1,16 @@
-"""Linear layers with 4-bit weights, for steps of few rows whose time is the reading of weights.
+"""Linear layers with 4-bit weights, for steps of few tokens, whose time is that of reading the weights.
 
 Formula: y = x Wᵀ + b with w = zero + scale * (code - 8), a code in 0..15, a bf16 scale and zero for each
-group of a row.
-Triton on a GPU of compute capability 8.0 or more for up to `MAX_ROWS` rows in bf16 or fp16, which multiplies
-in bf16; elsewhere the weights are written out first.
+group of input features of an output feature. Triton on a GPU of compute capability 8.0 or more for up to
+`MAX_ROWS` tokens in bf16 or fp16, which multiplies in bf16; elsewhere the weights are dequantised first.
 
-Codes lie as the threads of a warp need them for the tensor cores' product. A row of weights is cut into units
-of 128 inputs, and the same units of eight rows lie together. Of these the word m (of four) of the thread with
-lane 4 g + t has row g's codes of the inputs 32 m + 8 t .. + 7: the code 2 i (i = 0 .. 3) begins at bit 4 i,
-the code 2 i + 1 at bit 16 + 4 i. Inputs behind a row's end have scale and zero 0.
-Shapes: N rows, F output features, K input features, E eights of lines, U units, L = 32 threads, P groups of a
-unit; E and U are rounded up.
+Codes are stored in the register layout of the tensor cores' product. A weight vector (of one output feature)
+is divided into units of 128 inputs, and the same units of eight output features are contiguous. Word m (of
+four) of the thread with lane 4 g + t has the codes of output feature g and inputs 32 m + 8 t .. + 7: code 2 i
+(i = 0 .. 3) begins at bit 4 i, code 2 i + 1 at bit 16 + 4 i. Padding inputs have scale and zero 0.
+
+Shapes: N tokens, F output features, K input features, E groups of eight output features, U units, L = 32
+threads, P groups of a unit; E and U are rounded up.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import compiles_for, given_up, kernels_serve
 
 GROUPS = (128, 64, 32)
-"""Group sizes; rows come in eights."""
+"""Supported group sizes; output features are padded to a multiple of 8."""
 MAX_ROWS = 64
-"""Most rows that go through the Triton kernel, `AT_ONCE` at a time."""
+"""Most tokens for which the Triton kernel is used, `AT_ONCE` at a time."""
 AT_ONCE = 16
-"""Most rows of one launch; every launch reads the weights."""
+"""Most tokens of one launch; every launch reads all weights."""
 _LINES, _UNIT = 8, 128
 _QUANTISED = 8192
 """Output features that are quantised at a time: in fp32 they take several times the memory of the layer."""
 
 
 def int4_runs_on(device: torch.device) -> bool:
-    """Whether the Triton kernel runs there, and nothing is known against it (`kernels.machine_text`)."""
+    """True if the Triton kernel runs on the device and was not disabled (`kernels.machine_text`)."""
     return compiles_for(device) and not given_up("int4_kernel")
 
 
 def group_of(features: int, most: int) -> int:
-    """The largest group that divides a row.
+    """The largest group size that divides the number of input features.
 
     Raises:
         ConfigError: there is none.
@@ -58,16 +58,18 @@ def group_of(features: int, most: int) -> int:
 
 
 def quantise_weight(weight_FK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes and their scales and zeros, by rounding to the nearest of 16 levels over each group's range.
+    """Quantise weights to 4-bit codes, with a scale and a zero for each group of input features.
 
-    Scales and zeros are rounded to bf16 before the codes are computed.
+    Codes round to the nearest of 16 levels over a group's range. Scales and zeros are rounded to bf16 before
+    the codes are computed.
 
     Args:
         weight_FK: any float dtype; F a multiple of 8, K one of `group`.
         group: input features that share a scale and a zero: one of `GROUPS`.
 
     Returns:
-        codes_EUL4 int32, as said at the top of this file; and table_EU8P2 bf16: scale, and value of code 8.
+        codes_EUL4 int32, in the layout described in this module's docstring, and table_EU8P2 bf16: scale, and
+        value of code 8.
     """
     F, K = weight_FK.shape
     w_FJg = weight_FK.float().view(F, K // group, group)
@@ -88,7 +90,7 @@ def quantise_weight(weight_FK: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def written_out(codes_EUL4: Tensor, table_EU8P2: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight_FK that codes and table stand for; K is a multiple of 128, with zeros at the end."""
+    """Dequantise codes to weight_FK; K is a multiple of 128, with zeros at the end."""
     words_EU8mt = codes_EUL4.unflatten(2, (_LINES, 4)).transpose(-1, -2)
     places = [4 * (n // 2) + 16 * (n % 2) for n in range(8)]
     code = torch.stack([(words_EU8mt >> place & 15).to(torch.uint8) for place in places], -1)
@@ -100,14 +102,14 @@ def written_out(codes_EUL4: Tensor, table_EU8P2: Tensor, dtype: torch.dtype) -> 
 
 
 class Int4Linear(nn.Module):
-    """A linear layer on 4-bit weights; made of an ordinary one, whose weights it does not keep.
+    """A linear layer with 4-bit weights, made from an ordinary layer, whose weights are not retained.
 
     Args:
         source: the layer.
         group: most input features that share a scale and a zero.
 
     Raises:
-        ConfigError: its input features fit no group.
+        ConfigError: no group size divides its input features.
     """
 
     codes: Tensor
@@ -128,10 +130,10 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence[Int4Linear]) -> Int4Linear:
-        """One layer that gives the outputs of several side by side; they keep views of its weights.
+        """Concatenate layers along their outputs; the parts become views of the new layer's weights.
 
         Args:
-            parts: layers of one input.
+            parts: layers with the same input.
 
         Raises:
             ConfigError: output features that are no multiple of 8, or only some layers with a bias.
@@ -162,11 +164,11 @@ class Int4Linear(nn.Module):
         return whole
 
     def part(self) -> None:
-        """Have weights of its own again, after `joined`."""
+        """Copy the weights of a part of `joined`, so that it no longer shares memory."""
         self.codes, self.table = self.codes.clone(), self.table.clone()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[..., F] in x's dtype, of x [..., K], plus a residual [..., F]."""
+        """Output [..., F] in x's dtype for x [..., K], plus a residual [..., F]."""
         add = residual if self.bias is None else self.bias if residual is None else self.bias + residual
         out = self._small(x, add, gated=False)
         if out is not None:
@@ -176,7 +178,7 @@ class Int4Linear(nn.Module):
         return out if residual is None else out + residual
 
     def swiglu(self, x: Tensor) -> Tensor:
-        """`silu(gate) * up` [..., F / 2] of a layer of gates joined with what they let pass."""
+        """`silu(gate) * up`, [..., F / 2], of a layer that joins gate and up projections."""
         if self.bias is None and self.features % (2 * _LINES) == 0:
             out = self._small(x, None, gated=True)
             if out is not None:
@@ -185,15 +187,15 @@ class Int4Linear(nn.Module):
         return silu(gate) * up
 
     def written_out(self, dtype: torch.dtype) -> Tensor:
-        """weight_FK that the codes stand for."""
+        """The dequantised weights, weight_FK."""
         return written_out(self.codes, self.table, dtype)[: self.features, : self.inputs]
 
     def bytes(self) -> int:
-        """Bytes of codes and table; the bias is the source's."""
+        """Bytes of codes and table, without the bias, which is the source's."""
         return self.codes.nbytes + self.table.nbytes
 
     def _small(self, x: Tensor, add: Tensor | None, *, gated: bool) -> Tensor | None:
-        """The Triton kernel's product, None where it does not serve."""
+        """The product by the Triton kernel, or None if it does not support the call."""
         rows = x.reshape(-1, x.shape[-1])
         narrow = x.dtype in (torch.bfloat16, torch.float16)
         if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows) and int4_runs_on(x.device)):

@@ -1,22 +1,23 @@
-"""Triton kernel of `kernels.int4_linear`, and its launch: a product of few rows with 4-bit weights.
+"""Triton kernel of `kernels.int4_linear`, and its launch: a product of few tokens with 4-bit weights.
 
-A warp multiplies 16 lines of weights (two eights) with its rows, 256 inputs a step, by products of tensor
-cores that are written out (`texts`): weights go from memory to the registers that the products read, and only
-the sums at the end pass through shared memory. The warps of a program have the same lines and take steps in
-turn. A warp asks for the weights of its first HELD steps before the kernel in front has ended, always has
-so many on their way, and goes from one tile of lines to the next without a gap.
+A warp multiplies the weights of 16 output features (two groups of eight, called lines here) with its tokens,
+256 inputs per step, by tensor-core products in inline PTX (`texts`): weights go from memory directly to the
+registers of the products, and only the final sums use shared memory. The warps of a program have the same
+lines and take steps in turn. The weights of a warp's first HELD steps are requested before the preceding
+kernel has ended; that many are always in flight, across tiles of lines too.
 
 With n a code, s and z the scale and zero of a group of inputs:
 
     y_fm = sum over groups of s (sum_k (128 + n_fk) x_mk) + (z - 136 s) (sum_k x_mk)
 
-A code put under the bits of bf16's 128 is the number 128 + n, exact, and takes no conversion.
+A code inserted into the mantissa bits of bf16's 128 is the number 128 + n, exactly, without a conversion.
 
-A product has eight columns. With R = 1, 2 or 4 rows, 8 / R units of 128 inputs lie side by side in them, so
-that a warp's inputs stay in its registers (KEPT) and sum_k x is computed once. Codes of a unit meet the
-inputs of all these units; what counts is in the unit's own columns, and elsewhere its scale and zero are
-taken as 0. So a row's last bits depend on how many rows there are.
-Shapes: N rows, F output features, K input features, E eights of lines, U units, P groups of a unit.
+A product has eight columns. With R = 1, 2 or 4 tokens, 8 / R units of 128 inputs are side by side in them, so
+that a warp's inputs stay in its registers (KEPT) and sum_k x is computed once. Codes of a unit are multiplied
+by the inputs of all these units; in the columns of other units scale and zero are set to 0. So a token's last
+bits depend on the number of tokens.
+
+Shapes: N tokens, F output features, K inputs, E groups of eight features, U units, P groups of a unit.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
@@ -39,7 +40,7 @@ from longtrain.kernels.small_linear.kernel import write_sums
 COLUMNS = 8
 """Columns of a product."""
 MANY = 16384
-"""Lines from which on there are several tiles for each program."""
+"""Number of lines from which on each program has several tiles."""
 
 
 @triton.jit
@@ -47,11 +48,11 @@ def _weights(
     codes_ptr, table_ptr, first, second, unit: tl.constexpr, units, P: tl.constexpr, EVEN: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Words of codes of two units of two eights, [eight, unit | word], and scales and zeros of each word.
+    """Load codes, [group, unit | word], of two units of two groups of lines; each word's scale and zero.
 
-    first, second: the eights' first units, in 64 bits: what is added to them is known when compiling.
-    unit: the first of the two that the first warp reads.
-    units: how many a line has; 0 where there is nothing to read.
+    first, second: first units of the groups of lines (64 bits); offsets from them are compile-time constants.
+    unit: the first of the two units that the first warp reads.
+    units: number of units of a line; 0 to read nothing.
     """
     i = tl.arange(0, 512 * WARPS)
     k = i // (128 * WARPS)
@@ -60,7 +61,7 @@ def _weights(
     at = codes_ptr + tl.where(k < 2, first, second) * 128 + (own * 128 + (i & 127))
     at = tl.max_contiguous(tl.multiple_of(at, 16), 4) + unit * 128
     codes = tl.load(at, mask=tl.max_constancy(inside, 4), other=0)
-    if P == 2:  # both groups of a line are one number, or else the words would lie in another order
+    if P == 2:  # load both groups of a line as one 64-bit number, for the same word order
         table_ptr = table_ptr.to(tl.pointer_type(tl.int64))
     Q: tl.constexpr = 4 if P == 4 else 1
     i = tl.arange(0, 128 * Q * WARPS)
@@ -81,10 +82,10 @@ def _weights(
 
 @triton.jit
 def _inputs(x_ptr, set_, row, N, last, x_n, R: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr):
-    """Inputs of a column as words of two, [word of codes | its pairs]: rows from `row` on, 8 / R units.
+    """Inputs of a column as words of two numbers: tokens from `row` on, 8 / R units of each.
 
-    Rows behind the last are the last; behind a row's end its last inputs are read again, whose scales and
-    zeros are 0.
+    Their layout is [word of codes | its pairs]. Tokens after the last are copies of it; inputs after the end
+    are those before it, with a scale and zero of 0.
     """
     i = tl.arange(0, 512 * WARPS)
     column = (i >> 4) & 7
@@ -102,7 +103,7 @@ def _write(
     acc, add_ptr, out_ptr, first, N, F, add_n, out_n, R: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile, over columns of a row and over the warps, to R rows of the output."""
+    """Reduce a tile's sums over the columns of a token and over the warps, and store R tokens."""
     y = tl.sum(tl.reshape(acc, (4, 128 * WARPS)), 0)
     if R == 1:
         y = tl.sum(tl.sum(tl.reshape(y, (8 * WARPS, 4, 2, 2)), 3), 1)
@@ -124,15 +125,15 @@ def int4_kernel(
     TOTALS: tl.constexpr, TOTALS_OF: tl.constexpr, STEP: tl.constexpr,
     STEP_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All rows of tiles of 16 lines; where GATED a tile has 8 gates and what they let pass.
+    """All tokens for tiles of 16 lines; if GATED, a tile has 8 lines of gates and the 8 matching ones of up.
 
     P: groups of a unit: 1, 2 or 4.
-    R: rows of a product: 1, 2, 4 or 8.
-    STEPS: of a warp.
-    HELD: steps whose weights are in registers or on their way there.
-    KEPT: whether a warp's inputs stay in registers.
-    EVEN: K is a multiple of what all warps take in a step.
-    TILES: products of R rows: 1, or 2 of 8.
+    R: tokens of a product: 1, 2, 4 or 8.
+    STEPS: steps of a warp.
+    HELD: steps whose weights are in registers or in flight.
+    KEPT: True if a warp's inputs stay in registers.
+    EVEN: K is a multiple of the inputs that all warps read in a step.
+    TILES: products of R tokens: 1, or 2 of 8.
     """
     OWN: tl.constexpr = 8 if GATED else 16
     SETS: tl.constexpr = (2 * STEPS * R + 7) // 8
@@ -203,17 +204,17 @@ def int4_kernel(
 
 @lru_cache(maxsize=16)
 def texts(tiles: int, rows: int, groups: int, *, kept: bool) -> dict[str, str]:
-    """The kernel's machine text and its operands.
+    """The kernel's PTX and its operand constraints.
 
-    TOTALS takes a set of inputs and gives the sums of each word's, [word, column 2 t, or the next].
-    STEP takes codes, scales and zeros, t, sums, then a set of inputs and its totals where these are kept, and
-    the sets of both units where not; and for a second tile of rows sums and sets again. It gives the sums.
+    TOTALS computes from a set of inputs the sums of each word's, [word, column 2 t, or the next]. STEP has
+    the operands codes, scales and zeros, t, sums, then a set of inputs and its totals if these are kept, else
+    both units' sets; with a second tile, its sums and sets follow. It returns the sums.
 
     Args:
-        tiles: products of so many rows: 1, or 2 of 8.
-        rows: 1, 2, 4 or 8: a set has 8 / rows units side by side, each in the columns of its rows.
-        groups: of a unit: 1, 2 or 4.
-        kept: inputs are kept in registers.
+        tiles: number of products: 1, or 2 of 8 tokens.
+        rows: tokens of a product: 1, 2, 4 or 8; a set has 8 / rows units side by side.
+        groups: groups of a unit: 1, 2 or 4.
+        kept: True if inputs are kept in registers.
     """
     x = MachineText()
     x_in = tensors(1, 1)[0]
@@ -229,7 +230,7 @@ def texts(tiles: int, rows: int, groups: int, *, kept: bool) -> dict[str, str]:
 
 
 def _totals(x: MachineText, words: list[str], groups: int) -> list[list[str]]:
-    """Sums of the inputs of each group of a set, fp32: of columns 2 t and the next, twice."""
+    """Sums of the inputs of each group of a set, fp32: of columns 2 t and 2 t + 1, twice."""
     ones = [x.made("mov.b32", "0x3F803F80")] * 4
     found = [x.zeros() for _ in range(groups)]
     for word in range(4):
@@ -286,7 +287,7 @@ def _step(tiles: int, rows: int, groups: int, *, kept: bool) -> str:
 
 
 def _scale(x: MachineText, word: str, there: str) -> tuple[str, str]:
-    """A group's scale, and its zero less 136 scales; both 0 in threads whose columns are of other units."""
+    """A group's scale, and its zero minus 136 scales; both 0 in threads with columns of other units."""
     if there:
         word = x.made("selp.b32", word, "0", there)
     scale = x.made("shl.b32", word, "16")
@@ -296,20 +297,20 @@ def _scale(x: MachineText, word: str, there: str) -> tuple[str, str]:
 
 
 def _codes(x: MachineText, word: str) -> list[str]:
-    """Eight numbers of 128 + a code, as pairs."""
+    """Eight numbers 128 + code, as pairs."""
     shifted = [word, *(x.made("shr.u32", word, str(4 * i)) for i in range(1, 4))]
     return [x.made("lop3.b32", one, "0x000F000F", "0x43004300", "0xEA") for one in shifted]
 
 
 @dataclass(frozen=True)
 class Int4Tile:
-    """How programs go through weights.
+    """Launch parameters of the kernel.
 
     Args:
-        warps: of a program, which share its lines.
-        held: steps of a warp whose weights are in registers or on their way there.
-        resident: programs of a multiprocessor.
-        registers: most of a thread.
+        warps: warps of a program, which share its lines.
+        held: steps of a warp whose weights are in registers or in flight.
+        resident: programs that run on one multiprocessor at a time.
+        registers: most registers of a thread; None: the compiler's choice.
     """
 
     warps: int = 4
@@ -328,19 +329,19 @@ def small_linear(
     gated: bool = False,
     tile: Int4Tile | None = None,
 ) -> Tensor | None:
-    """Product of up to 16 rows in bf16.
+    """Product of up to 16 tokens in bf16 with 4-bit weights.
 
     Args:
-        x_NK: rows.
+        x_NK: inputs.
         codes_EUL4: see `kernels.int4_linear`.
         table_EU8P2: scales and zeros, see there.
-        add_NF: what is added to the rounded product, or expands to it.
-        features: output features; as many gates lie above them where `gated`.
-        gated: silu(gate) * up.
-        tile: for measurements.
+        add_NF: added to the rounded product; broadcast if smaller.
+        features: number of output features; with `gated` the weights have as many gates before them.
+        gated: True to compute silu(gate) * up.
+        tile: launch parameters, for measurements.
 
     Returns:
-        None where this compiler does not lay tensors out as the machine text takes them.
+        The output, or None if this compiler does not give tensors the layout that the PTX needs.
     """
     N, K = x_NK.shape
     E, U = codes_EUL4.shape[:2]
@@ -361,10 +362,10 @@ def small_linear(
 
 
 def tile_for(lines: int, units: int, rows: int) -> Int4Tile:
-    """The tile for so many lines of weights, of so many units of inputs, and so many rows of input.
+    """The tile for a number of lines, units of inputs, and tokens.
 
-    Long lines go to more warps; of many lines a program has several tiles, and with few rows two programs of
-    eight warps keep most on its way. What is left leaves room for the next kernel's weights.
+    Long lines are shared by more warps; with many lines a program has several tiles, and with few tokens two
+    programs of eight warps have the most loads in flight, with memory left for the next kernel's weights.
     """
     if units > 128:
         return Int4Tile(16, held=2, resident=1, registers=128)
@@ -379,7 +380,7 @@ def tile_for(lines: int, units: int, rows: int) -> Int4Tile:
 
 
 def constants(tile: Int4Tile, rows: int, groups: int, *, inputs: int, gated: bool) -> dict[str, int | str]:
-    """The kernel's constants for so many rows of input, and so many groups of a unit of 128 inputs."""
+    """The kernel's constants for this number of tokens, and of groups of a unit of 128 inputs."""
     steps = triton.cdiv(inputs, 256 * tile.warps)
     of_product = min(COLUMNS, triton.next_power_of_2(rows))
     kept = of_product < COLUMNS and steps * of_product <= 8

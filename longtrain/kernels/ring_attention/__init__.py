@@ -1,10 +1,12 @@
 """Attention of the nodes of one tree level over a ring of the last positions and the tree's nodes so far.
 
-Formula, for node i of sequence b: softmax over the ring's positions p with since_b <= p and
-len_b + ahead - W <= p < len_b, over the sinks p < min(F, len_b), and over the tree's nodes j that it sees, of
-scale * q_i·k. Sink p lies in slot p, any other position p in slot F + (p - F) mod W, node j in slot
-F + W + j; positions since_b .. len_b - 1, as far as they are W or fewer, are held.
-Triton where `kernels.devices` says so, for head dims up to 128; plain torch, written here, elsewhere.
+Formula, for node i of sequence b: softmax over the ring's positions p with since_b <= p and len_b + ahead - W
+<= p < len_b, over the sinks p < min(F, len_b), and over the tree's nodes j that it sees, of scale * q_i·k.
+Sink p is at buffer position p, any other position p at F + (p - F) mod W, node j at F + W + j; the buffer has
+positions since_b .. len_b - 1, or the last W of them.
+
+Triton if `kernels.devices` supports it, for head dims up to 128; else plain torch (in this file).
+
 Shapes: B batch, T nodes of the level, N nodes so far, F sinks, W positions of the ring, S = F + W + room for
 nodes, H query heads, G KV heads, D head dim.
 """
@@ -35,15 +37,15 @@ def ring_attention(
     """Attention of a level's nodes, out_BHTD.
 
     Args:
-        q_BHTD: rotated queries, any strides but 1 in the last dim.
-        k_BGSD: keys of the ring and of the nodes behind it; what is not visible is finite.
+        q_BHTD: queries after RoPE, last dim contiguous.
+        k_BGSD: keys of the ring and of the nodes behind it; finite where not visible.
         v_BGSD: values.
         bounds: since_B and len_B, int64, on the device.
-        sees_BTN: bool; which of the tree's first N nodes each sees, itself among them.
+        sees_BTN: bool mask of the tree's first N nodes that each node sees, itself included.
         window: W.
-        ahead: how far the level is from position len_b.
+        ahead: distance of the level from position len_b.
         scale: softmax scale, above 0.
-        sinks: F, first positions of a sequence that are seen from everywhere.
+        sinks: F, number of first positions that every node sees.
     """
     fits = kernels_serve(q_BHTD) and k_BGSD.dtype == q_BHTD.dtype and q_BHTD.shape[-1] <= _MAX_DIM
     if fits and products_serve(q_BHTD, k_BGSD):
@@ -63,7 +65,7 @@ def ring_attention(
         sink_BF = torch.arange(sinks, device=len_B1.device) < len_B1
         seen.insert(0, sink_BF[:, None].expand(-1, T, -1))
     seen_BTS = torch.cat(seen, dim=-1)
-    # The query heads of a KV head become rows of one matrix, so keys are read once and never repeated.
+    # pack the query heads of a KV head into one matrix, so that keys are read once and never repeated
     q_BGRD = q_BHTD.reshape(B, G, -1, D)
     seen_BGRS = seen_BTS[:, None, None].expand(-1, 1, H // G, -1, -1).reshape(B, 1, -1, used)
     k, v = k_BGSD[:, :, :used], v_BGSD[:, :, :used]

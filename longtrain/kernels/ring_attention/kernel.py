@@ -1,7 +1,7 @@
-"""Triton kernel of `kernels.ring_attention`, and its launch: a program has one tile of keys, a merge follows.
+"""Triton kernel of `kernels.ring_attention`, and its launch: one tile of keys per program, then a merge.
 
 Rows are packed as in `kernels.tree_attention.kernel`: m = i * GROUP + r is node i under query head r of one
-KV head; partial results lie as there too.
+KV head; partial results have the same layout too.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ from longtrain.kernels.devices import LOG2E, chaining, launched_on, partial_resu
 from longtrain.kernels.tree_attention.launch import merge
 
 _KEYS = 64
-"""Slots of a program."""
+"""Buffer positions of a program."""
 _ROWS = 64
 """Most packed rows of a program."""
 
@@ -29,7 +29,7 @@ def _attend_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over one tile of slots, in fp32."""
+    """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over one tile of keys, in fp32."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,11 +1,13 @@
-"""Linear layers for a few rows: steps of decoding, whose time is the reading of weights.
+"""Linear layers for a few tokens: decoding steps, whose time is that of reading the weights.
 
-Formula: y = x Wᵀ + r, and silu(x Gᵀ) * (x Uᵀ) for weights G over U.
-Triton on a GPU of compute capability 9.0 in bf16 for up to `MAX_ROWS` rows, where no gradient is asked for
-(interpreted under TRITON_INTERPRET=1 on any device, in fp32 and fp16); plain torch everywhere else. A row's
-result there is the same bit for bit however many rows (up to `MAX_ROWS`) come with it: a draft's tokens are
-checked by the very numbers that plain decoding would have computed.
-Shapes: N rows, K input features, F output features, I = F / 2.
+Formula: y = x Wᵀ + r, and silu(x Gᵀ) * (x Uᵀ) for weights G concatenated with U.
+
+Triton on a GPU of compute capability 9.0 in bf16 for up to `MAX_ROWS` tokens, if no gradient is needed
+(interpreted under TRITON_INTERPRET=1 on any device, in fp32 and fp16); plain torch everywhere else. In Triton
+a token's result is the same bit for bit with any number of tokens (up to `MAX_ROWS`): so a draft's tokens are
+verified with exactly the numbers that plain decoding computes.
+
+Shapes: N tokens, K input features, F output features, I = F / 2.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from torch.nn.functional import linear, silu
 from longtrain.kernels.devices import compiles_for, interpreted
 
 MAX_ROWS = 16
-"""Most rows of the Triton kernels; torch's own product does as well for more."""
+"""Most tokens of the Triton kernels; torch's own product is as fast for more."""
 
 
 def small_linear(x_NK: Tensor, weight_FK: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """Product of rows with weights, [N, F] in x's dtype.
+    """Product of tokens with weights, [N, F] in x's dtype.
 
     Args:
-        x_NK: rows.
+        x_NK: inputs.
         weight_FK: weights of the same dtype.
-        residual: what is added to the rounded product, [N, F] or what expands to it (a bias [F]).
+        residual: added to the rounded product, [N, F] or broadcast to it (a bias [F]).
     """
     if serves(x_NK, weight_FK):
         from longtrain.kernels.small_linear import kernel
@@ -37,7 +39,7 @@ def small_linear(x_NK: Tensor, weight_FK: Tensor, *, residual: Tensor | None = N
 
 
 def small_swiglu(x_NK: Tensor, weight_FK: Tensor) -> Tensor:
-    """`silu(gate) * up`, [N, I] in x's dtype, of the products with gate weights and up weights below them."""
+    """`silu(gate) * up`, [N, I] in x's dtype; the weights are those of gate, then those of up."""
     if serves(x_NK, weight_FK):
         from longtrain.kernels.small_linear import kernel
 
@@ -47,7 +49,7 @@ def small_swiglu(x_NK: Tensor, weight_FK: Tensor) -> Tensor:
 
 
 def serves(x_NK: Tensor, weight_FK: Tensor) -> bool:
-    """Whether the Triton kernels take these; plain torch does otherwise."""
+    """True if the Triton kernels support these tensors; else plain torch is used."""
     N, K = x_NK.shape
     if not 0 < N <= MAX_ROWS or x_NK.dtype != weight_FK.dtype or x_NK.device != weight_FK.device:
         return False

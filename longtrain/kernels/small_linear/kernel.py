@@ -1,12 +1,12 @@
-"""Triton kernel of `kernels.small_linear`, and its launches: few rows, as fast as weights can be read.
+"""Triton kernel of `kernels.small_linear`, and its launches: few tokens, bound by reading the weights.
 
-Weights are the first operand of the tensor cores' product and the rows its few columns. A program has some
-outputs and all their weights. A row of weights is cut into slices that lie beside each other in the product
-as rows of its own: so few outputs fill the 64 rows of a product, and nothing has to be added up between
-programs. Each slice meets every slice of the input; of those blocks of the product, the matching ones count.
+Weights are the left operand of the tensor cores' product and the tokens its few columns. A program has some
+output features and all their weights. The weight vector of a feature is cut into slices that are rows of
+their own in the product: so few features fill the 64 rows of a product, and no sum runs across programs. Each
+slice is multiplied with every slice of the input; of those blocks of the product, only the matching ones are
+used. Sums are in the same order for any number of tokens.
 
-Sums run in the same order whatever the count of rows is.
-Shapes: N rows, F output features, K input features.
+Shapes: N tokens, F output features, K input features.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ from longtrain.kernels.devices import chaining, dense_rows, launched_on
 
 @triton.jit
 def write_sums(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr):
-    """Store a program's sums; where GATED those of gates lie above the others."""
+    """Store a program's sums; if GATED, those of gates come first, followed by those of up."""
     HALVES: tl.constexpr = 2 if GATED else 1
     OUTPUTS: tl.constexpr = y.shape[0] // HALVES
     ROWS: tl.constexpr = y.shape[1]
@@ -45,11 +45,11 @@ def linear_kernel(
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS features of all rows.
+    """OUTPUTS features of all tokens.
 
-    EVEN: K is a multiple of what all slices take in a step.
-    LATE: the next kernel may start when the sums are done, not at once.
-    GATED: weights are those of gates, F of them, and as many of what they let pass; out is silu(gate) * up.
+    EVEN: K is a multiple of the inputs that all slices read in a step.
+    LATE: the next kernel may start after the sums, not at once.
+    GATED: the weights are those of F gates, then those of F up features; out is silu(gate) * up.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     LINES: tl.constexpr = HALVES * SLICES * OUTPUTS
@@ -91,15 +91,15 @@ def linear_kernel(
 
 @dataclass(frozen=True)
 class LinearTile:
-    """How a program goes through weights.
+    """Launch parameters of the kernel.
 
     Args:
-        outputs: output features of a program; of gates and of what they let pass, so many each.
-        slices: parts of a row that are read side by side.
+        outputs: output features of a program; with gates, that many of gate and of up.
+        slices: parts of a weight vector that are read side by side.
         step: input features of a slice that are read at once.
         stages: steps in flight.
         warps: warps of a program.
-        late: the next kernel is let in after the sums, not at once.
+        late: True if the next kernel may start after the sums, not at once.
     """
 
     outputs: int
@@ -127,7 +127,7 @@ def small_swiglu(x_NK: Tensor, weight_FK: Tensor, *, tile: LinearTile | None = N
 
 
 def tile_for(features: int, *, gated: bool = False) -> LinearTile:
-    """The tile for so many output features: the fewer, the more slices, so that all cores have work."""
+    """The tile for this number of output features; with fewer features more slices, to use all cores."""
     if gated:
         return LinearTile(16, 2, stages=4)
     if features >= 16384:

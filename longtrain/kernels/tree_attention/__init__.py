@@ -1,16 +1,19 @@
-"""Attention of a few new rows over a long prefix and, right behind it, their own keys under a tree mask.
+"""Attention of a few new tokens over a long prefix, followed by their own keys under a tree mask.
 
-Formula, for query row i of sequence b: softmax over slots c < base + len_b and over the slots
-base + len_b + j of the new rows j that it sees, of scale * q_i·k_c. A chain is a tree whose rows see their
+Formula, for query i of sequence b: softmax over cache positions c < base + len_b and over the positions base
++ len_b + j of the new tokens j that it sees, of scale * q_i·k_c. A chain is a tree whose nodes see their
 predecessors; without a mask only the prefix is read.
-Nothing of the length is known to the host: `len_B` lies on the device, so that one CUDA graph serves every
-length. Triton on a GPU of compute capability 8.0 or more for head dims up to 128 in fp32, bf16 and fp16
-(interpreted under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
-`tree_attention_reference` everywhere else.
-Products run in the dtype of the keys with fp32 sums, exponentials in fp32. On a GPU the rows of a chain,
-or of a whole tree, up to 16 over all sequences, have the bits that plain decoding computes for each of them.
-Shapes: B batch, T new rows, N tree nodes (N = T, or the rows are some of them), S slots, H query heads,
-G KV heads (H a multiple of G), D head dim, W 64-bit words of a row's mask.
+
+Lengths are not known on the host: `len_B` is on the device, so that one CUDA graph serves every length.
+Triton on a GPU of compute capability 8.0 or more for head dims up to 128 in fp32, bf16 and fp16 (interpreted
+under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply); `reference`
+everywhere else.
+
+Products run in the dtype of the keys with fp32 sums, exponentials in fp32. On a GPU the results of a chain or
+of a whole tree, up to 16 tokens over all sequences, are bit for bit those of plain decoding for each token.
+
+Shapes: B batch, T new tokens, N tree nodes (N = T, or the tokens are some of them), S cache positions, H
+query heads, G KV heads (H a multiple of G), D head dim, W 64-bit words of a token's mask.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from longtrain.kernels.tree_attention.reference import CAUSAL, Causal
 __all__ = ["CAUSAL", "MAX_NODES", "Causal", "tree_attention", "tree_bits"]
 
 MAX_NODES = 128
-"""Most rows under a tree mask: two words of bits."""
+"""Most nodes under a tree mask: two words of bits."""
 
 _MAX_DIM = 128
 """Largest head dim of the Triton kernel."""
@@ -35,20 +38,21 @@ _WORD = 64
 
 
 def tree_bits(visible_BTN: Tensor) -> Tensor:
-    """A tree's mask as bits: bit j of row i is set if node i sees node j.
+    """Pack a tree's mask into bits: bit j of node i is set if node i sees node j.
 
     Args:
-        visible_BTN: bool; the rows of all nodes, or of the last T of them.
+        visible_BTN: bool; the mask of all nodes, or of the last T of them.
 
-    Returns: bits_BTW, int64, W = ceil(N / 64); bit j of a row lies in word j // 64 at position j % 64.
+    Returns:
+        bits_BTW, int64, W = ceil(N / 64); bit j of a node is in word j // 64 at position j % 64.
 
     Raises:
-        DataError: more than `MAX_NODES` nodes, or more rows than nodes.
+        DataError: more than `MAX_NODES` nodes, or more tokens than nodes.
     """
     B, T, N = visible_BTN.shape
     if not 1 <= T <= N <= MAX_NODES:
         raise refusal(
-            DataError, f"a tree mask of {T} x {N}", f"1 to {MAX_NODES} nodes, no more rows than nodes"
+            DataError, f"a tree mask of {T} x {N}", f"1 to {MAX_NODES} nodes, no more tokens than nodes"
         )
     if runs_on(visible_BTN.device):
         from longtrain.kernels.tree_attention import launch
@@ -71,25 +75,25 @@ def tree_attention(
     splits: int | None = None,
     nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T rows over slots [0, base + len_B[b]) and the T slots behind them.
+    """Attention of T new tokens over positions [0, base + len_B[b]) and their own T entries after them.
 
     Args:
-        q_BHTD: queries, rotated; any strides but 1 in the last dim.
-        k_BGSD: keys, likewise; slots from base + len_B[b] + T on are not read, nor are those from
-            base + len_B[b] on without a mask.
+        q_BHTD: queries after RoPE; last dim contiguous.
+        k_BGSD: keys, likewise; positions from base + len_B[b] + T on are not read, nor, without a mask, those
+            from base + len_B[b] on.
         v_BGSD: values, likewise.
         len_B: int32 or int64 on the keys' device, not written by the operator right before
-            (`kernels.devices`). Nothing checks on a GPU that base + len_B[b] + T <= S.
-        mask: bits_BTW of `tree_bits`, which of their own keys rows see; `CAUSAL`: row i sees rows 0..i;
-            None: rows see the prefix alone.
+            (`kernels.devices`). On a GPU base + len_B[b] + T <= S is not checked.
+        mask: bits_BTW of `tree_bits`, the new tokens that each token sees; `CAUSAL`: token i sees tokens
+            0..i; None: tokens see the prefix alone.
         scale: softmax scale, above 0.
-        base: slots of the prefix that `len_B` does not count (nodes of a chain in front of the rows).
-        nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix;
-            None: T.
-        splits: parts that the keys are cut into, each a program; None: what fills the GPU.
+        base: positions of the prefix that `len_B` does not count (nodes of a chain before the new tokens).
+        nodes: N, if the new tokens are some of a tree's nodes and the keys of all N follow the prefix; None:
+            T.
+        splits: number of programs that the keys are divided among; None: as many as fill the GPU.
 
     Returns:
-        out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a row that
+        out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a token that
         sees nothing.
 
     Raises:
@@ -111,7 +115,7 @@ def tree_attention(
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
-    """Whether the Triton kernel takes these tensors; the reference does otherwise."""
+    """True if the Triton kernel supports these tensors; else the reference implementation is used."""
     return products_serve(q_BHTD, k_BGSD) and v_BGSD.stride(-1) == 1 and k_BGSD.shape[-1] <= _MAX_DIM
 
 
@@ -130,7 +134,7 @@ def _check(
         raise refusal(
             DataError,
             f"queries {tuple(q_BHTD.shape)}, keys {tuple(k_BGSD.shape)}",
-            "one batch, one head dim, 1 or more rows, query heads a multiple of KV heads",
+            "one batch, one head dim, 1 or more tokens, query heads a multiple of KV heads",
         )
     if v_BGSD.shape != k_BGSD.shape or v_BGSD.dtype != k_BGSD.dtype:
         raise refusal(
@@ -143,31 +147,33 @@ def _check(
         raise refusal(DataError, f"len_B {tuple(len_B.shape)} of {len_B.dtype}", f"{(B,)}, int32 or int64")
     tail = 0 if mask is None else nodes
     if base < 0 or base + tail > S:
-        raise refusal(DataError, f"base={base} and {tail} new rows in {S} slots", f"0 <= base <= {S - tail}")
+        raise refusal(
+            DataError, f"base={base} and {tail} new tokens in {S} slots", f"0 <= base <= {S - tail}"
+        )
     if nodes != T and not isinstance(mask, Tensor):
-        raise refusal(DataError, f"{T} rows of {nodes} nodes without a tree mask", "the bits of `tree_bits`")
+        raise refusal(DataError, f"{T} tokens of {nodes} nodes without a tree mask", "bits of `tree_bits`")
     check_mask(mask, B, T, nodes)
 
 
 def check_mask(mask: Tensor | Causal | None, B: int, T: int, nodes: int | None = None) -> None:
-    """Refuse a tree mask that is none of T rows of B trees.
+    """Refuse a tree mask that does not fit B trees of T nodes.
 
     Args:
         mask: see `tree_attention`.
-        B: trees.
-        T: rows.
-        nodes: nodes of a tree; None: T.
+        B: number of trees.
+        T: number of new tokens.
+        nodes: number of nodes of a tree; None: T.
 
     Raises:
-        DataError: its size or dtype, or too many nodes.
+        DataError: wrong size or dtype, or too many nodes.
     """
     if not isinstance(mask, Tensor):
         return
     nodes = T if nodes is None else nodes
     if nodes > MAX_NODES:
         raise refusal(DataError, f"a tree of {nodes} nodes", f"1 to {MAX_NODES} (a chain: mask=CAUSAL)")
-    want = (B, T, -(-nodes // _WORD))
-    if mask.shape != want or mask.dtype != torch.int64:
+    outputs = (B, T, -(-nodes // _WORD))
+    if mask.shape != outputs or mask.dtype != torch.int64:
         raise refusal(
-            DataError, f"tree mask {tuple(mask.shape)} of {mask.dtype}", f"{want}, int64, see tree_bits"
+            DataError, f"tree mask {tuple(mask.shape)} of {mask.dtype}", f"{outputs}, int64, see tree_bits"
         )

@@ -1,17 +1,19 @@
 """Triton kernels of `kernels.tree_attention`: split-KV attention of packed rows, and the merge of the splits.
 
-A tile of ROWS packed rows m = i * GROUP + r holds query i under query head r of one KV head, so that K and V
-are read once for a group. Keys are cut into tiles of KEYS slots; tiles that lie whole inside of the prefix
-need no mask, and the rest (the prefix's ragged end and the new rows) is tested slot by slot. Tile t of the
-keys belongs to split t % splits, so that more keys change nothing of what the others' sums are made of.
-Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
+A tile of ROWS packed rows m = i * GROUP + r has query i under query head r of one KV head, so that K and V
+are read once for a group. Keys are divided into tiles of KEYS positions; tiles entirely inside the prefix
+need no mask, and the others (the end of the prefix and the new tokens, called ragged here) are masked by
+position. Tile t of the keys belongs to split t % splits, so that additional keys do not change the sums of
+earlier tiles. Partial results are at index ((b * G + kv) * tiles + tile) * splits + split.
 
-ALONE: a row's result has the bits that it has when the rows it sees are the cache's last ones. Tensor cores
-round by where in a tile a key stands, and a tree has its nodes side by side. So the splits with ragged tiles
-stop before them, and `finish_kernel` goes on for each node by itself: what it sees is gathered, in order,
-behind the prefix. Sums of weights are kept for each place in a tile, so that they are the same in any layout.
-Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
-Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
+ALONE: a node's result is bit for bit the one of plain decoding, where the tokens that it sees are the last
+ones in the cache. Tensor cores round depending on a key's index in the tile, and a tree has its nodes side by
+side. So splits with ragged tiles stop before them, and `finish_kernel` continues for each node separately:
+the nodes that it sees are gathered, in order, right after the prefix. Sums of weights are accumulated for
+each index in a tile, so that they are the same in any layout.
+
+Logits are in base 2 (`scale2` = scale * log2 e); the returned lse is natural. Offsets that may exceed 2^31
+are 64-bit. Nothing beyond a sequence's own positions affects a result.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,21 +35,21 @@ _PREFETCH = tl.constexpr("""{
 
 @triton.jit
 def _prefetch(at, SIZE: tl.constexpr):
-    """One thread asks the L2 cache for SIZE numbers from an address on."""
+    """One thread prefetches SIZE numbers from an address on into the L2 cache."""
     size = SIZE * at.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _rows(tile, T, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Query and group member of each packed row of a tile, and whether it exists."""
+    """Query and group member of each packed row of a tile, and a mask of the existing rows."""
     m = tile * ROWS + tl.arange(0, ROWS)
     return m // GROUP, m % GROUP, m < T * GROUP
 
 
 @triton.jit
 def _step(q, k, v, scale2, top, weights, acc, visible, MASKED: tl.constexpr):
-    """A step of the softmax over tiles of keys: new maximum, weights summed by place, weighted values."""
+    """A step of the online softmax: new maximum, weights summed by index in the tile, weighted values."""
     logit = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         logit = tl.where(visible, logit, float("-inf"))
@@ -62,7 +64,7 @@ def _step(q, k, v, scale2, top, weights, acc, visible, MASKED: tl.constexpr):
 
 @triton.jit
 def _store_part(lse_at, out_at, top, weights, acc, exists):
-    """Write a split's result. Whole numbers add up to the same in any order, and the largest weight is 1."""
+    """Write a split's result. Weights, at most 1 each, are summed as integers: exact in any order."""
     total = tl.sum((weights * 4294967296.0).to(tl.int64), 1).to(tl.float32) / 4294967296.0
     tl.store(lse_at, top + tl.log2(total), mask=exists)
     some = tl.where(total > 0, total, 1.0)
@@ -71,12 +73,13 @@ def _store_part(lse_at, out_at, top, weights, acc, exists):
 
 @triton.jit
 def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: tl.constexpr):
-    """Slots of a tile that each row sees. MASK 0: the prefix; 1: and rows up to its own; 2: and its bits."""
+    """Positions of a tile that each row sees. MASK 0: prefix only; 1: causal; 2: the bits of a tree."""
     own = (slot - n)[None, :]
     seen = own < 0
     if MASK == 1:
         seen = own <= query[:, None]
     if MASK == 2:
+        # bit `own` of the row's mask, in the first or second 64-bit word; the prefix is visible anyway
         at = tl.maximum(own, 0).to(tl.int64)
         word = low_bits[:, None] >> (at & 63)
         if WORDS == 2:
@@ -87,7 +90,7 @@ def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: 
 
 @triton.jit
 def _ancestors(own, bits, N):
-    """The nodes of a mask's row, in order, at places 0, 1, ...: `source` for each place, and their count."""
+    """The nodes set in a mask, compacted in order: `source` for each index, and their number."""
     source = tl.zeros_like(own)
     place = 0
     for node in range(N):
@@ -101,7 +104,7 @@ def _ancestors(own, bits, N):
 def _gathered(
     k_ptr, v_ptr, k_s, v_s, tile, n, bits, N, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Keys and values of a tile as if the nodes in `bits` followed the prefix, and which there are."""
+    """Keys and values of a tile as if the nodes in `bits` followed the prefix, and their mask."""
     dim = tl.arange(0, WIDTH)[None, :]
     own = tile * KEYS + tl.arange(0, KEYS) - n
     source, count = _ancestors(own, bits, N)
@@ -123,13 +126,13 @@ def attend_kernel(
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
-    BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise, but only
-        when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
-        prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
-        it still runs.
-    ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
-        weights (in `state_ptr`) and weighted values to `finish_kernel`.
+    BULK: whole tiles are loaded by the tensor memory accelerator, with the descriptors `k_tiles`, `v_tiles`.
+    CHAINED: the GPU may start this kernel while its predecessor ends. The successor may start only after all
+        tiles were processed: before that it would take this kernel's multiprocessors. Lengths and the keys of
+        the prefix were written before the predecessor, so the first AHEAD tiles of a split are prefetched
+        while it runs.
+    ALONE: see the module's docstring. N is at most KEYS, so there are one or two ragged tiles; their splits
+        leave maximum, weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -139,7 +142,7 @@ def attend_kernel(
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:
-        if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
+        if AHEAD > 0:  # noqa: SIM102 (AHEAD is a compile-time constant)
             if split + (AHEAD - 1) * splits < whole:
                 k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
                 v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
@@ -183,7 +186,7 @@ def attend_kernel(
         top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
 
     late = (split + splits - whole % splits) % splits
-    if not ALONE:  # noqa: SIM102 (settled when this is compiled)
+    if not ALONE:  # noqa: SIM102 (ALONE is a compile-time constant)
         if whole + late < count:
             low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
             if MASK == 2:
@@ -203,7 +206,7 @@ def attend_kernel(
     if CHAINED:
         gdc_launch_dependents()
     part_at = out_ptr + out_at[:, None] * WIDTH + dim[None, :]
-    if ALONE:  # noqa: SIM102 (settled when this is compiled)
+    if ALONE:  # noqa: SIM102 (ALONE is a compile-time constant)
         if late < count - whole:
             state_at = (pid * 2 + late).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             tl.store(state_ptr + state_at[:, None] * KEYS + key[None, :], weights, mask=exists[:, None])
@@ -220,10 +223,10 @@ def finish_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """What an ALONE split lacks for one node: its ragged tile.
+    """Process the ragged tile that an ALONE split has left out, for one node.
 
-    Two programs for each node of each KV head, one for each tile that may be ragged; OWN rows hold a node's.
-    Queries and keys are older than the kernel before this one.
+    Two programs for each node of each KV head, one for each tile that may be ragged; a tile of OWN rows has a
+    node's query heads. Queries and keys were written before the preceding kernel.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -263,7 +266,7 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["see_b", "see_t", "T", "N"])
 def bits_kernel(visible_ptr, bits_ptr, see_b, see_t, see_n, T, N, ROWS: tl.constexpr, CHAINED: tl.constexpr):
-    """One word of ROWS rows of one mask: bit j is set where the row sees node j of the word."""
+    """One word of the masks of ROWS nodes of one tree: bit j is set if the node sees node j of the word."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()

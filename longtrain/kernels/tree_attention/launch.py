@@ -1,7 +1,8 @@
 """Launches the Triton kernels of `kernels.tree_attention`: tiles, splits and partial buffers.
 
 The tiles below were chosen on compute capability 9.0 at head dim 128 in half precision.
-Shapes: see `kernels.tree_attention`; M packed rows (new rows x query heads of a KV head).
+
+Shapes: see `kernels.tree_attention`; M packed rows (new tokens x query heads of a KV head).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class TreeTile:
 
     Args:
         rows: packed rows, a power of two from 16 on.
-        keys: slots of a tile, a power of two from 16 on.
+        keys: positions of a tile, a power of two from 16 on.
         warps: warps of a program.
         stages: tiles in flight.
         resident: programs that run on one multiprocessor at a time.
-        bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
+        bulk: True to load tiles by the tensor memory accelerator (compute capability 9.0 or more).
         registers: most registers of a thread; None: the compiler's choice.
-        ahead: tiles of each split asked for before the kernel in front is over.
+        ahead: tiles of each split that are prefetched before the preceding kernel has ended.
     """
 
     rows: int
@@ -61,19 +62,19 @@ TILES = (
     TreeTile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
 )
-"""In half precision: the first that holds all packed rows, or else one of the last two.
+"""In half precision: the first tile with room for all packed rows is used, or else one of the last two.
 
-All take the keys in tiles of one size, and on compute capability 9.0 products of 16 and of 64 rows round
-alike: with the same splits a row comes out the same to the bit in each of them.
+All have key tiles of one size, and on compute capability 9.0 products of 16 and of 64 rows round alike: with
+the same splits a packed row's result is bit for bit the same in all tiles.
 """
 FLOAT = TreeTile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
 FEW_ROWS = 16
-"""Most rows of a step, over all sequences, whose results have the bits of a row alone with the slots it sees
-as the cache's last ones: a verified token is then the one that plain decoding gives. `small_linear.MAX_ROWS`
-is as many. More rows are attended to faster than so, and up to rounding."""
+"""Most tokens of a step, over all sequences, whose results are bit for bit those of plain decoding, so that a
+verified token is the one that plain decoding gives; equal to `small_linear.MAX_ROWS`. With more tokens a
+faster path is used, whose results differ by rounding."""
 CHUNK = 128
-"""Numbers and threads of a merging program; interpreted ones take all rows, since each is slow to start."""
+"""Numbers and threads of a merging program; interpreted ones have all rows, as each starts slowly."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -91,7 +92,7 @@ def tree_attention(
     *,
     nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
+    """See `kernels.tree_attention.tree_attention`; `tile` None: chosen by the number of packed rows."""
     B, H, T, D = q_BHTD.shape
     G = k_BGSD.shape[1]
     group = H // G
@@ -154,9 +155,9 @@ def tree_bits(visible_BTN: Tensor) -> Tensor:
 def merge(
     q_BHTD: Tensor, part_out: Tensor, part_lse: Tensor, *, G: int, rows: int, splits: int
 ) -> tuple[Tensor, Tensor]:
-    """out_BHTD and lse_BHT from the partial results of `splits` programs a tile of `rows` packed rows.
+    """Merge partial results to out_BHTD and lse_BHT, of `splits` programs per tile of `rows` packed rows.
 
-    A query's heads lie side by side in memory, as the product after them wants it.
+    A query's heads are contiguous in memory, as the next matrix product requires.
     """
     B, H, T, D = q_BHTD.shape
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
@@ -175,12 +176,12 @@ def merge(
 def mask_arguments(
     mask: Tensor | Causal | None, nodes: int, otherwise: Tensor
 ) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
-    """How a kernel is told which new rows see which: bits, their strides, and the constants MASK and WORDS.
+    """Kernel arguments for a mask among new tokens: bits, their strides, and the constants MASK and WORDS.
 
     Args:
         mask: see `kernels.tree_attention.tree_attention`.
         nodes: nodes of a tree.
-        otherwise: a tensor to pass where there are no bits.
+        otherwise: a tensor to pass if there are no bits.
     """
     if isinstance(mask, Tensor):
         return mask, mask.stride()[:2], {"MASK": 2, "WORDS": -(-nodes // 64)}
@@ -188,7 +189,7 @@ def mask_arguments(
 
 
 def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
-    """The tile for so many packed rows."""
+    """The tile for this number of packed rows."""
     if dtype == torch.float32:
         return FLOAT
     some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
@@ -216,27 +217,29 @@ def candidates(rows: int) -> tuple[TreeTile, ...]:
 
 
 def splits_for(programs: int, resident: int, device: torch.device, *, beside: int = 0) -> int:
-    """Splits that make `programs` fill the device once, in sixteens if many; the same for every length.
+    """Number of splits with which `programs` fill the device once; a multiple of 16 if above that.
+
+    It is the same for every length.
 
     Args:
-        programs: that are cut.
+        programs: number of programs that are split.
         resident: programs that run on one multiprocessor at a time.
-        device: where they run.
-        beside: splits for other work, which the device has to hold too and the result does not count.
+        device: the device that they run on.
+        beside: splits for other work on the device, which are not part of the result.
     """
     fit = max(1, cores(device, otherwise=_INTERPRETED) * resident // programs - beside)
     return fit if fit < 16 else fit // 16 * 16
 
 
 def _stages(tile: TreeTile, width: int, k_BGSD: Tensor) -> int:
-    """Tiles in flight, fewer where the device's shared memory does not hold them."""
+    """Number of tiles in flight, fewer if the device has too little shared memory."""
     limit = shared_bytes(k_BGSD.device)
     row = width * k_BGSD.element_size()
     return max(1, min(tile.stages, (limit - 2048 - tile.rows * row) // (2 * tile.keys * row)))
 
 
 def _even(*tensors: Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes, as bulk copies ask for."""
+    """True if heads and tokens start at multiples of 16 bytes, as bulk copies require."""
     return all(
         x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
         for x in tensors
@@ -244,7 +247,7 @@ def _even(*tensors: Tensor) -> bool:
 
 
 def _descriptor(x_BGSD: Tensor, tile: TreeTile) -> Any:
-    """How the tensor memory accelerator finds a tile of slots."""
+    """Descriptor of the tensor memory accelerator for tiles of positions."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x_BGSD, [*x_BGSD.shape], [*x_BGSD.stride()], [1, 1, tile.keys, x_BGSD.shape[3]])

@@ -1,7 +1,7 @@
-"""Triton kernel that merges the partial results of a split attention into one softmax.
+"""Triton kernel that merges the partial results of split attention into one softmax.
 
-A thread has one number of the result, and reads it and its row's weight from every split. So threads do not
-wait for each other, and only once for memory.
+A thread has one number of the result, and reads that number and its row's lse from every split. So threads do
+not wait for each other, and only once for memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
@@ -19,8 +19,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def merged(lse_at, part_at, keep, SPLITS: tl.constexpr, LSES: tl.constexpr, PARTS: tl.constexpr):
     """Numbers of the merged result and the natural lse of their rows, in fp32.
 
-    lse_at, part_at: where the first split has a number's base-2 lse and the number. Splits lie LSES and PARTS
-    apart. One without keys has an lse of -inf, and its numbers may be anything.
+    lse_at, part_at: pointers to a number's base-2 lse and to the number in the first split. The next splits
+    are LSES and PARTS further. A split without keys has an lse of -inf, and its numbers are undefined.
     """
     top = tl.full(keep.shape, float("-inf"), tl.float32)
     total, out = tl.zeros(keep.shape, tl.float32), tl.zeros(keep.shape, tl.float32)

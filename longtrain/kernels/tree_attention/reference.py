@@ -1,4 +1,4 @@
-"""The torch twin of `kernels.tree_attention`: one mask over all slots, in fp32 (fp64 for fp64).
+"""Reference implementation of `kernels.tree_attention`: one mask over all positions, in fp32 (fp64 for fp64).
 
 Shapes: as there.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Causal:
-    """Row i of the new rows sees rows 0..i, and what stands before them all; the mask of a chain."""
+    """Mask of a chain: new token i sees new tokens 0..i, and the whole prefix."""
 
 
 CAUSAL = Causal()
@@ -30,9 +30,9 @@ def tree_attention(
     base: int = 0,
     nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.tree_attention.tree_attention`. Slots that no row may see may hold anything, NaN too.
+    """See `kernels.tree_attention.tree_attention`. Positions that no token sees may be undefined, even NaN.
 
-    On a CPU only the slots up to the longest sequence are looked at; elsewhere all, so that the host need not
+    On a CPU only the positions up to the longest sequence are read; elsewhere all, so that the host need not
     wait for the lengths.
     """
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
@@ -53,7 +53,7 @@ def visible_slots(
     base: int,
     nodes: int | None = None,
 ) -> Tensor:
-    """visible_BTS: which of the first `slots` slots each row sees."""
+    """visible_BTS: mask of the first `slots` positions that each token sees."""
     device, nodes = len_B.device, rows if nodes is None else nodes
     own_BS = torch.arange(slots, device=device) - base - len_B[:, None]
     prefix_B1S = (own_BS < 0)[:, None]
@@ -66,7 +66,7 @@ def visible_slots(
 
 
 def visible_rows(mask: Tensor | Causal, *, rows: int, batch: int, device: torch.device) -> Tensor:
-    """visible_BTN: which of N = `rows` nodes each new row sees; the inverse of `tree_bits`."""
+    """visible_BTN: mask of the N nodes that each new token sees; the inverse of `tree_bits`."""
     column = torch.arange(rows, device=device)
     if isinstance(mask, Causal):
         return (column <= column[:, None])[None].expand(batch, -1, -1)
@@ -76,7 +76,7 @@ def visible_rows(mask: Tensor | Causal, *, rows: int, batch: int, device: torch.
 def masked_attention(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention under an explicit mask, with its natural-log lse; a row that sees nothing: 0, -inf.
+    """Softmax attention under an explicit mask, with natural-log lse; 0 and -inf for tokens that see nothing.
 
     Returns:
         out_BHTD in q's dtype, lse_BHT in fp32 (fp64 for fp64).

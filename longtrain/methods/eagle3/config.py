@@ -9,7 +9,7 @@ from longtrain.methods.feature_layers import feature_layers
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
 
 FORMATS = ("speculators", "flat")
-"""What `export format=` takes: folders for vLLM, and for SGLang and vLLM."""
+"""Values of `export format=`: folders for vLLM, and for SGLang and vLLM."""
 OBJECTIVES = ("kl", "lk", "lk_hybrid", "tv")
 
 
@@ -27,6 +27,13 @@ class Config:
     # share; lk_hybrid: from kl to 1 - accepted share; tv: 1 - accepted share
     kl_decay: NotNegative = 3.0  # lk_hybrid: the weight of kl is exp(-kl_decay * accepted share)
     warm_start: bool = True  # begin with the target's own weights where they fit; False: at random
+    start_mlp: Annotated[str, OneOf("copied", "random")] = "copied"  # of a warm start: the MLP of layer 0
+    start_outputs: Annotated[str, OneOf("random", "zero")] = "random"  # the projections out of attention and
+    # MLP; zero: the copied MLP gives nothing at first
+    start_norm: Annotated[str, OneOf("scaled", "copied", "ones")] = "scaled"  # the last norm: the target's,
+    # scaled down until guesses are nearly uniform; the target's; or ones
+    start_inputs: Annotated[str, OneOf("plain", "level")] = "plain"  # level: norms before fc turn down the
+    # channels of the target's states that are far larger than the others
     head: Annotated[str, OneOf("trained", "frozen")] = "trained"  # the LM head over the draft's vocabulary
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each of the target's states before fc
     norm_output: bool = False  # EAGLE-3.1: the next depth reads the state after the last norm, not before it
@@ -63,7 +70,7 @@ class Config:
 
 
 def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
-    """The target layers whose outputs are read (0-based), lowest first.
+    """Return the target layers whose outputs the draft reads (0-based), lowest first.
 
     Source: see `feature_layers`.
     """
@@ -71,5 +78,5 @@ def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
 
 
 def draft_vocab(config: Config, vocab_size: int) -> int:
-    """Tokens of the draft's vocabulary, of a target with `vocab_size`."""
+    """Return the size of the draft's vocabulary, for a target with `vocab_size` tokens."""
     return min(config.draft_vocab_size or vocab_size, vocab_size)

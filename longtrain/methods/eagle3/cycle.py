@@ -1,4 +1,4 @@
-"""What a cycle of drafting with EAGLE-3 reads: its own layer a level, and the target over all nodes."""
+"""Estimates the memory traffic of an EAGLE-3 decoding cycle: the draft at each level, then the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
 
 
 def draft_weights(config: Config, size: Sizes) -> tuple[int, int]:
-    """Weights that every level reads (layer and LM head), and those that accepted rows read (`fc`)."""
+    """Return the number of weights read at every level (layer and LM head), and per accepted token (`fc`)."""
     E, heads = size.hidden_size, config.n_heads or size.n_heads
     dim, groups = config.head_dim or size.head_dim, config.n_kv_heads or size.n_kv_heads
     attention = 2 * E * (heads + 2 * groups) * dim + heads * dim * E
@@ -22,13 +22,13 @@ def draft_weights(config: Config, size: Sizes) -> tuple[int, int]:
 
 
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
-    """A level is one layer over all positions, or a window of them; then the target over all nodes.
+    """Estimate a cycle: per level one layer over all positions or a window; then the target over all nodes.
 
-    Note: attention is counted with the target's heads, also where the draft has others.
+    Note: attention is counted with the target's number of heads, even if the draft has another.
     """
     width = Width(8 * itemsize, 8 * itemsize)
     level, fc = draft_weights(config, size)
-    counted = size.weights // size.n_layers + size.head  # what a forward of one of the target's layers reads
+    counted = size.weights // size.n_layers + size.head  # weights that one layer of the target reads
     seen = config.window + config.sinks if config.window else None
     one = Forward(width, layers=1, more_weights=level - counted, seen=seen)
     draft = [replace(one, rows=rows) for rows in (1, *widths[:-1])]

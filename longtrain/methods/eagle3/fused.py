@@ -1,8 +1,7 @@
-"""The draft as it runs when drafting (`methods.draft_layer`).
+"""The EAGLE-3 draft for inference (`methods.draft_layer`): equal to `Eagle3Draft` up to rounding.
 
-The same function as `Eagle3Draft` up to rounding.
-Shapes: N rows (nodes or tokens, all sequences' together), E hidden dim, H query heads, D head dim, K tokens
-of the draft's vocabulary.
+Shapes: N tokens or tree nodes of all sequences together, E hidden dim, H query heads, D head dim, K tokens of
+the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class FusedEagle3(JoinedLayer):
-    """A draft's weights, joined as they are now.
+    """An EAGLE-3 draft with concatenated weights.
 
     Args:
-        draft: keeps views of the joined weights; left as it is where it is being trained.
+        draft: its weights become views of the concatenated ones, unless they are being trained.
     """
 
     def __init__(self, draft: Eagle3Draft) -> None:
@@ -34,7 +33,7 @@ class FusedEagle3(JoinedLayer):
         self.fc, self.head = self.dense(draft.fc), self.dense(draft.lm_head)
 
     def feature(self, states: Sequence[Tensor]) -> Tensor:
-        """The target's states, each [N, E], as one feature [N, E]."""
+        """Combine the target's hidden states, each [N, E], into one feature [N, E]."""
         draft = self.draft
         if draft.fc_norm is not None:
             states = [normed(state, norm) for state, norm in zip(states, draft.fc_norm, strict=True)]  # type: ignore[arg-type]
@@ -50,17 +49,18 @@ class FusedEagle3(JoinedLayer):
         rotation: Rotation,
         path_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Rope]:
-        """What the attention reads [N, 2E], the residual stream [N, E], and the rows' cos and sin.
+        """Return the attention's input [N, 2E], the residual stream [N, E], and the positions' cos and sin.
 
         Args:
-            ids_BT: the token after each row's.
+            ids_BT: the token that follows each position.
             table_VE: embeddings.
-            feature_NE: each row's feature.
-            at: positions of the rows.
+            feature_NE: feature of each position.
+            at: the positions.
             rotation: the draft's rotary embedding.
-            path_BT: which of the ids each row has; None: row t the t-th.
+            path_BT: index into `ids_BT` for each position; None: position t reads the t-th.
         """
         draft, E = self.draft, feature_NE.shape[-1]
+        # [embedding ; feature], each normed, as the attention's input of 2E
         entry = feature_NE.new_empty(len(feature_NE), 2 * E)
         norm = draft.input_layernorm.weight, draft.input_layernorm.eps
         *_, rope = enter_rows(ids_BT, table_VE, norm, at, rotation, path_BT=path_BT, normed_NE=entry[:, :E])
@@ -68,11 +68,11 @@ class FusedEagle3(JoinedLayer):
         return entry, feature_normed if draft.norm_before_residual else feature_NE, rope
 
     def after_attention(self, residual_NE: Tensor, mixed_NX: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer from the attention's result on: the LM head's input, and the next depth's feature.
+        """Compute the layer after its attention; return the LM head's input and the next depth's feature.
 
         Args:
-            residual_NE: the stream that `enter` gave.
-            mixed_NX: what the attention gathered, heads side by side.
+            residual_NE: the residual stream from `enter`.
+            mixed_NX: attention output, heads concatenated.
         """
         draft = self.draft
         x_NE = self.plus_mlp(self.out(mixed_NX, residual_NE), draft.post_attention_layernorm)

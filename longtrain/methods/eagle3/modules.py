@@ -1,4 +1,4 @@
-"""The draft: three levels of the target made one feature, and one layer over features and embeddings.
+"""The EAGLE-3 draft: fuses hidden states of three target layers, then one layer over features and embeddings.
 
 Shapes: E hidden dim, H query heads, G KV heads, D head dim, K tokens of the draft's vocabulary, V of the
 target's. `...` stands for any leading dims.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Eagle3Draft(nn.Module):
-    """Trainable tensors, under the names that serving engines give them, and the draft's vocabulary.
+    """Trainable tensors, under the names that serving engines expect, and the draft's vocabulary.
 
-    Row i holds the feature of token i (from the target's states, or from this layer at the depth before) and
-    the embedding of token i + 1; its position is i. It predicts token i + 2:
+    Position i takes the feature of token i (from the target's hidden states, or from this layer at the
+    previous depth) and the embedding of token i + 1; its rotary position is i. It predicts token i + 2:
 
     `u = [norm(e) ; norm(f)];  x = f + SA(u);  x = x + MLP(norm(x));  logits = lm_head(norm(x))`
 
@@ -55,7 +55,7 @@ class Eagle3Draft(nn.Module):
         dim = config.head_dim or info.head_dim
         self.scale = dim**-0.5
         self.fresh = True
-        """False once weights were loaded: a warm start must not undo that."""
+        """False once weights were loaded, so that a warm start does not overwrite them."""
         self.fc_norm = nn.ModuleList(RMSNorm(E, eps) for _ in range(n)) if config.fc_norm else None
         self.input_norm = RMSNorm(n * E, eps) if config.norm_before_fc else None
         self.fc = nn.Linear(n * E, E, bias=False)
@@ -75,33 +75,34 @@ class Eagle3Draft(nn.Module):
         self.norm = RMSNorm(E, eps)
         self.lm_head = nn.Linear(E, size, bias=False).requires_grad_(config.head == "trained")
         self.register_buffer("draft_ids_K", torch.arange(size))
-        """Token of the target's vocabulary that each token of the draft's stands for, ascending, int64."""
+        """The target's token id of each token of the draft's vocabulary, ascending, int64."""
         for tensor in self.parameters():
             if tensor.ndim == 2:
                 nn.init.normal_(tensor, std=0.02)
         self.register_load_state_dict_post_hook(_loaded)
 
     def feature(self, states: Sequence[Tensor]) -> Tensor:
-        """The target's states of `layers`, each [..., E], as one feature [..., E]."""
+        """Combine the target's hidden states of `layers`, each [..., E], into one feature [..., E]."""
         if self.fc_norm is not None:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         joined = torch.cat(tuple(states), dim=-1)
         return self.fc(joined if self.input_norm is None else self.input_norm(joined))
 
     def enter(self, embed: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention reads, [..., 2E] (embedding first), and the residual stream [..., E]."""
+        """Return the attention's input, [..., 2E] (embedding first), and the residual stream [..., E]."""
         normed = self.hidden_norm(feature)
         entry = torch.cat((self.input_layernorm(embed), normed), dim=-1)
         return entry, normed if self.norm_before_residual else feature
 
     def after_attention(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer from the attention's result on.
+        """Compute the layer after its attention.
 
         Args:
-            residual: the stream that `enter` gave, [..., E].
-            mixed: what the attention gathered, [..., H, D].
+            residual: the residual stream from `enter`, [..., E].
+            mixed: attention output, [..., H, D].
 
-        Returns: the LM head's input [..., E], and the feature of the next depth [..., E].
+        Returns:
+            The LM head's input [..., E], and the feature of the next depth [..., E].
         """
         x = residual + self.self_attn.output(mixed)
         x = x + self.mlp(self.post_attention_layernorm(x))

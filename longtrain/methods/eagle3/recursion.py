@@ -1,10 +1,10 @@
-"""The draft's own recursion over given inputs, written out plainly: what every runtime and engine must equal.
+"""Reference implementation of the draft's recursion over given tokens, which runtimes and engines must equal.
 
-The training-time test and decoding are the same arithmetic: a chain goes on from a row of the prompt, and at
-depth k it stands k positions further, with its own rows of the depths before behind it (EAGLE-3 §3.2).
+The training-time test and decoding are the same arithmetic: a chain continues from a position of the prompt,
+and at depth k it is k positions further and also sees its own keys of the depths before (EAGLE-3 §3.2).
 
-Shapes: T rows of the prompt, R of them that chains start from, K depths, E hidden dim, H query heads, G KV
-heads, D head dim, V tokens of the draft's vocabulary.
+Shapes: T positions of the prompt, R of them that chains start from, K depths, E hidden dim, H query heads, G
+KV heads, D head dim, V tokens of the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from longtrain.methods.eagle3.modules import Eagle3Draft
 
 Rope = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Positions [T] -> cos and sin, each [T, D]."""
+"""Function from positions [T] to cos and sin, each [T, D]."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """What chains give at every depth.
+    """Outputs of the chains at every depth.
 
     Args:
         logits_KRV: the draft's logits over its own vocabulary.
-        mixed_KRHD: what the attention gathered, before the output projection.
+        mixed_KRHD: attention output, before the output projection.
     """
 
     logits_KRV: Tensor
@@ -38,9 +38,9 @@ class Chains:
 
 
 def rows_back(config: Config, depths: int) -> tuple[int, ...] | None:
-    """Rows of the prompt before its own that a chain sees at each depth, as engines serve it; None: all.
+    """Return how many prompt positions before its own a chain sees at each depth, as in engines; None: all.
 
-    The window moves with the chain: at depth k, k of its rows are the chain's own.
+    The window moves with the chain: at depth k, the chain's own tokens take up k of its places.
     """
     return tuple(max(config.window - depth, -1) for depth in range(depths)) if config.window else None
 
@@ -55,16 +55,17 @@ def recursion(
     back_K: Sequence[int] | None = None,
     sinks: int = 0,
 ) -> Chains:
-    """Chains of forced tokens from the last R rows of a prompt.
+    """Compute chains of given tokens from the last R positions of a prompt.
 
     Args:
         module: the draft.
-        feature_TE: each row's feature (`module.feature`).
-        embeds: embeddings of each row's token [T, E], and of the tokens forced at later depths [K-1, R, E].
+        feature_TE: feature of each position (`module.feature`).
+        embeds: embeddings of each position's token [T, E], and of the given tokens at later depths [K-1, R,
+            E].
         rope: the draft's rotary embedding.
-        pos_T: positions, ascending, int64; rows may be left out between them.
-        back_K: positions before its own that a chain sees of the prompt at each depth; None: all.
-        sinks: first positions that are seen whatever `back_K` says.
+        pos_T: positions, ascending, int64; gaps are allowed.
+        back_K: number of positions before its own that a chain sees at each depth; None: all.
+        sinks: first positions that are always seen.
     """
     first_TE, later_KRE = embeds
     n_chains = later_KRE.shape[1]
@@ -98,7 +99,7 @@ def _attend(
     seen_RT: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention of each chain to the rows it sees of the prompt and to all of its own: [R, H, D]."""
+    """Return each chain's attention to the prompt positions it sees and to its own keys: [R, H, D]."""
     groups = q_RHD.shape[1] // k_TGD.shape[1]
     k_THD, v_THD = (part.repeat_interleave(groups, dim=1) for part in (k_TGD, v_TGD))
     scores = [(torch.einsum("rhd,thd->rht", q_RHD, k_THD) * scale).masked_fill(~seen_RT[:, None], -torch.inf)]

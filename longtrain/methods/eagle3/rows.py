@@ -1,8 +1,9 @@
-"""Which rows of a packed row are trained, and which token each of their depths predicts: host arithmetic.
+"""Finds which positions of a packed sequence are trained and which label each depth predicts, on the host.
 
-Row i of a document predicts token i + 2 + k at depth k. So a label y is predicted from rows y - 2, y - 3 and
-so on, as far as these are rows of its document, and what the target says of it stands in its row y - 1.
-Shapes: Y labels, J depths, W labels that a chunk's rows predict, R rows of a chunk.
+Position i of a document predicts token i + 2 + k at depth k. So a label y is predicted from positions y - 2,
+y - 3 and so on within its document, and the target's distribution of it is at position y - 1.
+
+Shapes: Y labels, J depths, W labels that a chunk's positions predict, R positions of a chunk.
 """
 
 from __future__ import annotations
@@ -13,23 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longtrain.data.rows.packed_rows import cut
+from longtrain.data.packing.packed_sequences import cut, to_device
 
 NONE = -1
-"""In place of a row: there is none."""
+"""Stands for no position."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a packed row, and the ranges of rows that predict them.
+    """The labels of a packed sequence, and the ranges of positions that predict them.
 
     Args:
-        token_Y: the labels' places in the packed row, ascending, int64.
-        start_Y: the first row that may predict each label: where its document begins, or where the target
-            begins to read it in a view.
+        token_Y: positions of the labels in the packed sequence, ascending, int64.
+        start_Y: first position that may predict each label, which is the start of its document.
         depths: J.
-        ranges: (start, stop) of rows whose activations exist at once; each begins and ends with a row that
-            some label is predicted from.
+        ranges: (start, stop) of positions whose activations exist at once; each begins and ends with a
+            position that predicts some label.
     """
 
     token_Y: Tensor
@@ -37,16 +37,18 @@ class Labels:
     depths: int
     ranges: tuple[tuple[int, int], ...]
 
-    def predicted(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The labels that rows start..stop predict at some depth, and the row of each depth that does.
+    def predicted(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Find the labels that positions start..stop predict, and the position that does so at each depth.
 
-        Returns: token_W, and row_JW counted from `start`, `NONE` where a depth's row is outside the range or
-            the label's document.
+        Returns:
+            token_W, and row_JW counted from `start`, `NONE` where a depth's position is outside the range or
+                the label's document; both on `device`.
         """
         ends = torch.tensor([start + 2, stop + 1 + self.depths])
         part = slice(*torch.searchsorted(self.token_Y, ends).tolist())
-        token_W, first_W = self.token_Y[part], self.start_Y[part].clamp(min=start)
-        row_JW = token_W - 2 - torch.arange(self.depths)[:, None]
+        pair_2W = torch.stack((self.token_Y[part], self.start_Y[part].clamp(min=start)))
+        token_W, first_W = to_device(pair_2W, device)
+        row_JW = token_W - 2 - torch.arange(self.depths, device=device)[:, None]
         return token_W, torch.where((row_JW >= first_W) & (row_JW < stop), row_JW - start, NONE)
 
 
@@ -57,13 +59,13 @@ def labels_of(
     depths: int,
     chunk_tokens: int,
 ) -> Labels:
-    """Find what is learned of a packed row.
+    """Find the labels of a packed sequence and the positions that predict them.
 
     Args:
         mask_T: bool, the labels, on the host.
         bounds: document bounds.
         depths: J.
-        chunk_tokens: most rows of a range; 0: one range.
+        chunk_tokens: most positions of a range; 0: one range.
     """
     token_Y = mask_T.nonzero()[:, 0]
     edges = torch.tensor(bounds)
@@ -75,17 +77,12 @@ def labels_of(
 
 
 def survivors(hit_JR: Tensor, asked_JR: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each depth is right where all depths before it were: hits and cases, each [J].
+    """Count positions that are correct at each depth and all before it: hits and cases, each [J].
 
     Args:
-        hit_JR: bool, the depth's guess for a row is the target's.
+        hit_JR: bool, the prediction at this depth and position is the target's.
         asked_JR: bool, it predicts a label.
     """
-    alive_R = torch.ones_like(asked_JR[0])
-    hits, cases = [], []
-    for hit_R, asked_R in zip(hit_JR, asked_JR, strict=True):
-        alive_R = alive_R & asked_R
-        cases.append(alive_R.sum())
-        alive_R = alive_R & hit_R
-        hits.append(alive_R.sum())
-    return torch.stack(hits), torch.stack(cases)
+    before_JR = torch.cat((torch.ones_like(hit_JR[:1]), hit_JR[:-1]))
+    alive_JR = (asked_JR & before_JR).cumprod(0)
+    return (alive_JR * hit_JR).sum(1), alive_JR.sum(1)

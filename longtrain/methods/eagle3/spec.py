@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of EAGLE-3."""
+"""The `MethodSpec` of EAGLE-3: how to build, train and run it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from longtrain.data.config import DataConfig
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.log import get_logger
+from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cost import training
 from longtrain.methods.eagle3.cycle import cycle
@@ -21,62 +22,44 @@ from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
-from longtrain.methods.spec import MethodSpec, fitted
-from longtrain.targets.info import TargetInfo
+from longtrain.methods.spec import MethodSpec
 from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
 
-def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """A draft with fresh weights."""
-    if info is None:
-        raise TargetMismatchError("an EAGLE-3 draft is built for a target; pass target.path")
-    return Eagle3Draft(config, info)
-
-
 def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagle3Objective:
-    """The objective; a draft whose weights were not loaded from anywhere begins with the target's."""
-    if target is None or not isinstance(module, Eagle3Draft):
-        raise TargetMismatchError("EAGLE-3 trains an EAGLE-3 draft against a target; pass target.path")
-    if not module.fresh:
-        check_vocabulary(module.draft_ids_K, target.info)
-        return Eagle3Objective(module, target, config)
-    if config.warm_start:
-        warm_start(module, target)
-    return Eagle3Objective(module, target, config)
+    """Build the objective; a draft without loaded weights is initialised from the target."""
+    draft, target = trained(Eagle3Draft, module, target)
+    if not draft.fresh:
+        check_vocabulary(draft.draft_ids_K, target.info)
+    elif config.warm_start:
+        warm_start(draft, target, config)
+    return Eagle3Objective(draft, target, config)
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The draft for an engine, in the target's dtype and on its device (a copy where they differ)."""
-    if not isinstance(module, Eagle3Draft):
-        raise TargetMismatchError(f"EAGLE-3 runs an EAGLE-3 draft, not {type(module).__name__}")
-    if keys:
-        raise ConfigError(f"EAGLE-3 takes no inference keys; got: {', '.join(sorted(keys))}")
-    info, hidden = target.info, module.fc.in_features // len(module.layers)
-    if (hidden, module.fc.out_features) != (info.hidden_size, info.hidden_size):
+    """Return the draft for an engine."""
+    draft, info = running(Eagle3Draft, module, target), target.info
+    given_keys("EAGLE-3", keys)
+    check_sizes(
+        "an EAGLE-3 draft of (hidden size, size of the target's states, head dim)",
+        (draft.fc.out_features, draft.fc.in_features // len(draft.layers), draft.self_attn.head_dim),
+        (info.hidden_size, info.hidden_size, config.head_dim or info.head_dim),
+        info,
+    )
+    if (last := int(draft.draft_ids_K.max())) >= info.vocab_size:
         raise TargetMismatchError(
-            f"an EAGLE-3 draft of hidden size {module.fc.out_features} that reads states of {hidden}; "
-            f"target {info.name} has {info.hidden_size}"
+            f"an EAGLE-3 draft whose vocabulary reaches token {last}; target {info.name} has "
+            f"{info.vocab_size} tokens"
         )
-    if (dim := module.self_attn.head_dim) != (needed := config.head_dim or info.head_dim):
-        raise TargetMismatchError(
-            f"an EAGLE-3 draft with heads of {dim}; target {info.name} and method.head_dim={config.head_dim} "
-            f"ask for {needed}"
-        )
-    if int(module.draft_ids_K.max()) >= info.vocab_size:
-        raise TargetMismatchError(
-            f"an EAGLE-3 draft whose vocabulary reaches token {int(module.draft_ids_K.max())}; target "
-            f"{info.name} has {info.vocab_size} tokens"
-        )
-    if missing := lacking(module.draft_ids_K, info):
+    if missing := lacking(draft.draft_ids_K, info):
         log.warning("%s; it is never drafted", missing)
-    module = fitted(module, target)
-    return Parts(draft=Eagle3Runtime(module, target, config), name="eagle3")
+    return Parts(draft=Eagle3Runtime(draft, target, config), name="eagle3")
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Refuse documents that are too short for any row to predict a label at every depth.
+    """Refuse documents that are too short for any token to predict a label at every depth.
 
     Raises:
         ConfigError: a stage cuts documents into pieces of fewer than `depths + 2` tokens.
@@ -94,7 +77,7 @@ SPEC = MethodSpec(
     config=Config,
     paper="EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test, "
     "arXiv 2503.01840",
-    build=_build,
+    build=built_for_target(Eagle3Draft),
     objective=_objective,
     formats=FORMATS,
     attach=_attach,

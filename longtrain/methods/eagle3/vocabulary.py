@@ -1,4 +1,4 @@
-"""The draft's vocabulary: the tokens that the training answers hold most often.
+"""Chooses the draft's vocabulary: the most frequent tokens of the training answers.
 
 Shapes: V tokens of the target's vocabulary, K of the draft's.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longtrain.data.rows.prepared import Prepared, label_counts
+from longtrain.data.packing.prepared import Prepared, label_counts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.log import get_logger
 
@@ -24,16 +24,15 @@ log = get_logger(__name__)
 
 
 def most_frequent(counts_V: np.ndarray, size: int, *, always: tuple[int, ...] = ()) -> Tensor:
-    """The most frequent tokens, ascending, int64_K.
+    """Return the most frequent tokens, ascending, int64_K.
 
     Args:
         counts_V: how often each token is a label.
-        size: K; where fewer tokens occur, the smallest other ids fill up.
-        always: tokens that are taken whatever their counts.
+        size: K; if fewer tokens occur, the smallest other ids fill up.
+        always: tokens that are included whatever their counts.
 
-    Note: of tokens that are equally frequent the smaller id is taken, as by speculators, so the choice
-        follows from the counts alone. A token that ends a text is always among them here: a draft without
-        it could not end one.
+    Note: of equally frequent tokens the smaller id is taken, as by speculators, so the choice depends on the
+        counts alone. End-of-text tokens are always included here: a draft without them could not end a text.
     """
     rank_V = counts_V.astype(np.int64)
     rank_V[list(always)] = np.iinfo(np.int64).max
@@ -42,10 +41,10 @@ def most_frequent(counts_V: np.ndarray, size: int, *, always: tuple[int, ...] = 
 
 
 def from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
-    """Choose a fresh draft's vocabulary from the labels of the prepared data; its facts, for provenance.
+    """Choose a new draft's vocabulary from the labels of the prepared data; return its facts for provenance.
 
     Raises:
-        ConfigError: the vocabulary is smaller than the tokens that end a text.
+        ConfigError: the vocabulary is smaller than the number of end-of-text tokens.
     """
     draft_ids_K = module.get_buffer("draft_ids_K")
     size = len(draft_ids_K)
@@ -67,7 +66,7 @@ def from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepare
 
 
 def lacking(draft_ids_K: Tensor, info: TargetInfo) -> str:
-    """In words, which token that ends texts of a target a draft cannot propose; empty where there is none."""
+    """Describe an end-of-text token of the target that the draft cannot propose; empty if there is none."""
     missing = sorted({*info.eos_ids} - {*draft_ids_K.tolist()})
     if not missing:
         return ""
@@ -78,10 +77,10 @@ def lacking(draft_ids_K: Tensor, info: TargetInfo) -> str:
 
 
 def check_vocabulary(draft_ids_K: Tensor, info: TargetInfo) -> None:
-    """Refuse a vocabulary that a draft of this target cannot end a text with, or that is none.
+    """Refuse an invalid vocabulary, or one without the target's end-of-text tokens.
 
     Raises:
-        TargetMismatchError: a token that ends texts is missing; or ids that do not ascend, or are not the
+        TargetMismatchError: an end-of-text token is missing; or ids that do not ascend, or are not the
             target's.
     """
     if missing := lacking(draft_ids_K, info):

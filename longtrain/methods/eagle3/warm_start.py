@@ -1,4 +1,7 @@
-"""A draft's first weights, taken from the target it drafts for."""
+"""Initialises a draft from the weights of the target it drafts for.
+
+Shapes: K tokens of the draft's vocabulary, E hidden dim, T tokens of a probe.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,101 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from longtrain.data.packing.packed_sequences import positions
+from longtrain.targets.step import OutputRequest
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from longtrain.methods.eagle3.config import Config
     from longtrain.methods.eagle3.modules import Eagle3Draft
     from longtrain.targets.model import Target
 
+SPREAD = 0.5
+"""Standard deviation of the logits of a random direction after the last norm is scaled down: the initial loss
+is then about an eighth of a nat above the uniform distribution's."""
+
+PROBE_TOKENS = 256
+"""Number of random tokens on which the magnitudes of the target's channels are measured."""
+
 
 @torch.no_grad()
-def warm_start(draft: Eagle3Draft, target: Target) -> None:
-    """Begin with the highest level as the feature, the first layer's MLP, and the target's LM head.
+def warm_start(draft: Eagle3Draft, target: Target, config: Config) -> None:
+    """Initialise with the highest of the read layers as the feature, and the target's LM head.
 
-    `fc` passes the highest level on and nothing else, the MLP and its norm are those of layer 0 where their
-    shapes fit, head (over the draft's vocabulary) and last norm the target's; the attention is random.
+    `fc` passes on only the states of the highest layer; queries, keys and values are random; the rest follows
+    the settings `start_*`. The LM head consists of the rows of the draft's vocabulary.
 
     Args:
         draft: changed in place; it may be on another device and in another dtype than the target.
-        target: gives the weights. A draft's own embeddings begin as the target's.
+        target: provides the weights, also for a draft's own embeddings.
+        config: the draft's settings.
 
-    Note: this project's own. Early in training for the bundled target, a draft that began with all of these
-        copies was closer to the target than one that began with random weights, than one that began with only
-        some of the copies, and than one whose MLP or attention was copied from the target's last layer.
+    Note: this is longtrain's own. The target's last norm and head turn any vector into a confident guess,
+        and the state of token i predicts token i + 1, while position i of the draft predicts token i + 2. So
+        a draft initialised as the target's last layers is worse than a uniform distribution.
     """
     first, E = target.layer_state(0), draft.norm.weight.numel()
     draft.fc.weight.zero_()
     draft.fc.weight[:, -E:].fill_diagonal_(1.0)
-    _copy(draft.mlp, first, "mlp.")
-    _copy(draft.post_attention_layernorm, first, "post_attention_layernorm.")
+    if config.start_mlp == "copied":
+        _copy(draft.mlp, first, "mlp.")
+        _copy(draft.post_attention_layernorm, first, "post_attention_layernorm.")
+    if config.start_outputs == "zero":
+        draft.self_attn.o_proj.weight.zero_()
+        draft.mlp.down_proj.weight.zero_()
     draft.lm_head.weight.copy_(target.head_weight[draft.draft_ids_K.to(target.device)])
-    draft.norm.weight.copy_(target.final_norm_weight)
+    if config.start_norm != "ones":
+        draft.norm.weight.copy_(target.final_norm_weight)
+    if config.start_norm == "scaled":
+        draft.norm.weight.mul_(_factor(draft))
+    if config.start_inputs == "level":
+        _level(draft, target)
     if draft.embed_tokens is not None:
         ids = torch.arange(target.info.vocab_size, device=target.device)
         draft.embed_tokens.weight.copy_(target.embed(ids))
 
 
+def _factor(draft: Eagle3Draft) -> float:
+    """Return the factor that scales the logits of a random direction down to `SPREAD`; at most 1."""
+    head_KE = draft.lm_head.weight.float() * draft.norm.weight.float()
+    spread = float(head_KE.pow(2).sum(-1).mean().sqrt())
+    return min(1.0, SPREAD / max(spread, 1e-12))
+
+
+def _level(draft: Eagle3Draft, target: Target) -> None:
+    """Scale down the channels of the normed states that are larger than the median channel.
+
+    A few channels of a published model's states are many times as large as the rest (massive activations),
+    most of all at the first token, so that the norm makes all others small. The factors go into the norms'
+    weights, which exported folders contain. Without a norm before `fc` nothing is changed.
+    """
+    joined = draft.input_norm
+    norms = list(draft.fc_norm or ()) if joined is None else [joined]
+    states = _states(draft, target) if norms else []
+    if joined is not None:
+        states = [torch.cat(states, -1)]
+    for norm, state_TE in zip(norms, states, strict=True):
+        normed_TE = state_TE / state_TE.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
+        size_E = normed_TE.pow(2).mean(0).sqrt()
+        norm.get_parameter("weight").copy_(1 / size_E.clamp(min=float(size_E.median())))
+
+
+def _states(draft: Eagle3Draft, target: Target) -> list[Tensor]:
+    """Return the target's states of the draft's layers for fixed random tokens, each [T, E] in fp32.
+
+    The first token is excluded, because its state is unlike all others.
+    """
+    bounds = (0, min(PROBE_TOKENS, target.info.max_positions))
+    gen = torch.Generator().manual_seed(0)
+    ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
+    pos_T = positions(bounds).to(target.device)
+    step = target.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=draft.layers))
+    return [step.hidden[layer][1:].float() for layer in draft.layers]
+
+
 def _copy(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Every parameter of `module` from the entry of its name, if all shapes fit."""
+    """Copy every parameter of `module` from the entry of its name, if all shapes fit."""
     named = list(module.named_parameters())
     if all(tensor.shape == state[prefix + name].shape for name, tensor in named):
         for name, tensor in named:

@@ -1,1 +1,1 @@
-"""A low-dimensional indexer: each layer scores rows by projections of its own queries and keys."""
+"""A low-dimensional indexer: each layer scores KV entries by projections of its own queries and keys."""

@@ -1,21 +1,21 @@
-"""What a training step of an indexer takes beside the target's pass: arithmetic.
+"""Estimates the memory and operations of an indexer's training step beyond the target's forward.
 
-The counts follow `methods.set_objective` and `chunked`; none has been compared with a measurement yet.
+The formulas follow `methods.set_objective` and `chunked`; they have not been compared with measurements yet.
 """
 
 from __future__ import annotations
 
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import PackedRow, StepCost
+from longtrain.costs.training import PackedSequence, StepCost
 from longtrain.methods.indexer.config import Config
 from longtrain.methods.set_learning import BLOCK_BYTES, BLOCKS, KEY_ROWS
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """Index keys of all rows without a gradient, blocks of query rows, and keys once more.
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Estimate a step: index keys of all tokens without a graph, blocks of queries, and the keys again.
 
-    The target's keys of all layers stay. A block of queries is compared with every key of its document, in
-    each layer by the target's dimensions and by the index's.
+    The target's keys of all layers stay in memory. A block of queries is compared with every key of its
+    document, in each layer with the target's dimensions and with the index's.
     """
     heads, kv_heads = size.n_layers * size.n_heads, size.n_layers * size.n_kv_heads
     rows, T, D, dims = config.queries * row.documents, row.tokens, size.head_dim, config.dims

@@ -1,6 +1,6 @@
-"""The indexer: projections of the target's own queries and keys to a few dimensions.
+"""The indexer: projects the target's own queries and keys to a few dimensions.
 
-Shapes: R, S rows, L layers, H query heads, G KV heads, D the target's head dim, I index dim.
+Shapes: R queries, S keys, L layers, H query heads, G KV heads, D the target's head dim, I index dim.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 EACH = slice(None)
-"""All layers."""
+"""Selects all layers."""
 
 
 class Indexer(SetScorer):
-    """Trainable projections, and the table in which each layer and KV head has a set of its own.
+    """Trainable projections, and the table that gives each layer and KV head a set of its own.
 
-    What is projected are queries and keys after RoPE, as the cache holds them. A head begins with the same
-    random projection for both, whose products are the target's own in expectation.
+    Queries and keys are projected after RoPE, as the cache stores them. A head begins with the same random
+    projection for both, whose products equal the target's own in expectation.
 
     Args:
         config: hyperparameters.
         info: the target's shapes.
 
-    Source: RTPurbo (arXiv 2605.16928), the token indexer; DeepSeek-V3.2's (arXiv 2512.02556) asks likewise,
-        by a few small heads in each layer.
-    Note: all heads have an index here, and the query heads of a KV head share its keys' projection. Weights
+    Source: RTPurbo (arXiv 2605.16928), the token indexer; DeepSeek-V3.2's (arXiv 2512.02556) is similar, with
+        a few small heads in each layer.
+    Note: here all heads have an index, and the query heads of a KV head share its keys' projection. Weights
         are a softmax's, as those of `specontext`, and not sums of ReLUs.
     """
 
@@ -45,11 +45,11 @@ class Indexer(SetScorer):
         self.register_buffer("table_LG", torch.arange(L * G).view(L, G))
 
     def query(self, q_LHRD: Tensor, layers: slice = EACH) -> Tensor:
-        """Queries of the index, [R, L * H, I], of the target's in these layers."""
+        """Project the target's queries of these layers to index queries, [R, L * H, I]."""
         return _projected(q_LHRD, self.q_proj[layers])
 
     def key(self, k_LGSD: Tensor, layers: slice = EACH) -> Tensor:
-        """Keys of the index, [S, L * G, I], of the target's in these layers."""
+        """Project the target's keys of these layers to index keys, [S, L * G, I]."""
         return _projected(k_LGSD, self.k_proj[layers])
 
 

@@ -1,1 +1,1 @@
-"""Several modules trained together: one forward of the target a row serves all of them."""
+"""Joint training of several modules, which share one forward of the target per packed sequence."""

@@ -1,6 +1,6 @@
-"""Which methods are trained together, with their own settings. Imports no torch.
+"""Settings of methods that are trained together. Imports no torch.
 
-A member is named by its method, so there are never two of one kind.
+A member has the name of its method, so there are never two of one kind.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from longtrain.errors import ConfigError, LongtrainError
 from longtrain.settings import Positive, check, made_by, read, wrong
 
 KINDS = {name: methods.config_class(name) for name in ("longspec", "eagle3", "lookaheadkv")}
-"""The settings of each method that reads a packed row in one pass of the target, which others can share."""
+"""Settings class of each method that can share one pass of the target over a packed sequence."""
 
 Members: Any = make_dataclass(
     "Members",
     [(name, Optional[kind], field(default_factory=kind)) for name, kind in KINDS.items()],  # noqa: UP045
 )
-"""The settings of each member; None: it is left out."""
+"""The settings of each member; None: not trained."""
 
 Scales: Any = make_dataclass("Scales", [(name, Positive, 1.0) for name in KINDS])
 """A factor on the learning rate for each member."""
 
 
 def _members(value: Any) -> Any:
-    """Settings as typed, or as made in Python, as `Members`."""
+    """Convert settings, typed or built in Python, to `Members`."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if not isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def _members(value: Any) -> Any:
 
 
 def _scales(value: Any) -> Any:
-    """Factors as typed, as `Scales`; members that are not named have 1."""
+    """Convert typed factors to `Scales`; members that are not named have 1."""
     if isinstance(value, Scales):
         value = vars(value)
     if not isinstance(value, Mapping):
@@ -54,7 +54,7 @@ def _scales(value: Any) -> Any:
 
 
 def _settings(name: str, value: Any) -> Any:
-    """A member's settings; a member that is not named is left out."""
+    """Convert a member's settings."""
     if value is None or isinstance(value, KINDS[name]):
         return value
     if not isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def _settings(name: str, value: Any) -> Any:
 
 @contextmanager
 def member_keys(name: str) -> Iterator[None]:
-    """Errors of a member name its keys as they are typed: `method.members.NAME.KEY` for `method.KEY`."""
+    """Context manager in which a member's errors name its keys as typed: `method.members.NAME.KEY`."""
     try:
         yield
     except LongtrainError as error:
@@ -76,7 +76,7 @@ def member_keys(name: str) -> Iterator[None]:
 
 @dataclass
 class Config:
-    """Methods that are trained together (ours; no paper)."""
+    """Methods that are trained together (longtrain's own; no paper)."""
 
     members: Annotated[Members, made_by(_members)] = field(
         default_factory=Members
@@ -94,12 +94,12 @@ class Config:
         self._check_offsets()
 
     def chosen(self) -> dict[str, Any]:
-        """The members' settings by their names."""
+        """Return the settings of the members that are trained, by name."""
         found = {name: getattr(self.members, name) for name in KINDS}
         return {name: settings for name, settings in found.items() if settings is not None}
 
     def _check_offsets(self) -> None:
-        """Refuse members that read a row at different positions, since one pass has one set of them."""
+        """Refuse members with different position offsets, since they share one pass of the target."""
         keys = ("anchor_offset", "anchors", "offset_max_tokens", "offset_max_doc_tokens")
         first: tuple[str, dict[str, Any]] | None = None
         for name, settings in self.chosen().items():

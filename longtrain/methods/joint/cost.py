@@ -1,6 +1,6 @@
-"""What a joint training step takes beside the target's pass: the members' steps one after the other.
+"""Estimates the cost of a joint training step from those of its members.
 
-No count has been compared with a measurement yet.
+No estimate has been compared with a measurement yet.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 
 from longtrain import methods
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import PackedRow, StepCost
+from longtrain.costs.training import PackedSequence, StepCost
 from longtrain.methods.joint.config import Config
 from longtrain.targets.info import TargetInfo
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """The sum of the members' work; memory that is held until backward adds up, and the rest comes in turns.
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Add up the members' operations and the memory they hold until backward; take the maximum of the rest.
 
-    A member in chunks leaves nothing but its gradient behind, so of such members the largest counts. It is an
-    upper bound: inputs that two members share count twice, and beside a member that works while the target's
-    pass runs all of it does.
+    A chunked member leaves only its gradient behind, so of such members the largest counts. The result is an
+    upper bound: inputs that two members share count twice, and a member that works during the target's
+    forward counts in full beside it.
     """
     steps = [
         methods.get(name).cost.training(settings, size, row, _weights(name, settings, size), itemsize)
@@ -32,7 +32,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
         in_turns = [getattr(step, key) for step in steps if step.chunked]
         return sum(getattr(step, key) for step in steps if not step.chunked) + max(in_turns, default=0)
 
-    stored = not any(step.beside_pass for step in steps)  # what watches the pass cannot read it from a disk
+    stored = not any(step.beside_pass for step in steps)  # attention cannot be observed on stored features
     return StepCost(
         inputs=sum(step.inputs for step in steps),
         module=most("module"),
@@ -51,7 +51,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
 
 
 def _weights(name: str, settings: object, size: Sizes) -> int:
-    """Weights that a member trains; norms of heads and biases are left out."""
+    """Return the number of weights that a member trains, without head norms and biases."""
     info = TargetInfo(
         name="",
         family="",

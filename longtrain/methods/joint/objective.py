@@ -1,4 +1,4 @@
-"""What joint training minimises: the sum of the members' own means, from one pass of the target a row."""
+"""The joint training objective: the sum of the members' mean losses, from one forward of the target."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from longtrain.methods.joint.shared import SharedPass
 from longtrain.methods.spec import Loss, MethodSpec, Objective
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.targets.model import Target
 
 
 class JointObjective(Objective):
-    """The members' objectives on the same row, as they are; none of them knows of the others.
+    """The members' objectives on the same packed sequence, each unchanged and unaware of the others.
 
-    Where one member's loss counts documents, the joint loss does, and the sums of those that count labels are
-    scaled by documents over labels of the optimizer step: so each member's gradient is that of training
-    alone. Figures have the member's name before them: `eagle3/loss`.
+    If one member's loss counts documents, the joint loss does, and the sums of members that count labels are
+    multiplied by documents over labels of the optimiser step: so each member's gradient is that of training
+    alone. Metrics are prefixed with the member's name: `eagle3/loss`.
 
     Args:
         module: name -> the member's module.
-        target: frozen.
+        target: the frozen target.
         members: name -> the method and its settings.
         lr_scales: name -> factor on the learning rate.
     """
@@ -52,7 +52,7 @@ class JointObjective(Objective):
                 self.objectives[name] = spec.objective(module[name], seat, settings)
         every = self.members.values()
         self.per_document = any(one.per_document for one in every)
-        self.reads_top_law = all(one.reads_top_law for one in every)
+        self.reads_top_tokens = all(one.reads_top_tokens for one in every)
         self.asks_target = any(one.asks_target for one in every)
         self.parts = tuple(members)
         self.lr_multipliers = {}
@@ -66,27 +66,27 @@ class JointObjective(Objective):
 
     @property
     def members(self) -> dict[str, Objective]:
-        """The members' objectives by their names."""
+        """Objectives of the members, by name."""
         return dict(self.objectives.items())  # type: ignore[arg-type]
 
     def forward(self, batch: Batch) -> Loss:
-        """The members' sums, scaled; figures of each, and `loss`, the sum of their means."""
+        """Return the scaled sum of the members' losses, each one's metrics, and `loss`, their means' sum."""
         calls = {name: partial(one, batch) for name, one in self.members.items()}
         losses = self.shared.losses(calls, batch.ids_T.device)
         total = torch.stack([loss.total * self._scale(name, batch) for name, loss in losses.items()]).sum()
-        figures: dict[str, tuple[Tensor, Tensor]] = {}
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for name, loss in losses.items():
             count = torch.full((), loss.tokens, device=loss.total.device)
-            mine = {"loss": (loss.total.detach(), count), **loss.figures}
-            figures |= {f"{name}/{key}": pair for key, pair in mine.items()}
+            mine = {"loss": (loss.total.detach(), count), **loss.metrics}
+            metrics |= {f"{name}/{key}": pair for key, pair in mine.items()}
         leading = next(name for name, one in self.members.items() if one.per_document == self.per_document)
-        figures["loss"] = (total.detach(), figures[f"{leading}/loss"][1])
-        return Loss(total, max(loss.tokens for loss in losses.values()), figures)
+        metrics["loss"] = (total.detach(), metrics[f"{leading}/loss"][1])
+        return Loss(total, max(loss.tokens for loss in losses.values()), metrics)
 
     def _scale(self, name: str, batch: Batch) -> float:
-        """The factor on a member's summed loss that makes its gradient the one of training alone.
+        """Return the factor on a member's summed loss that makes its gradient the one of training alone.
 
-        The trainer divides the joint sum by one count: by the documents of the step where any member counts
+        The trainer divides the joint sum by one count: by the documents of the step if any member counts
         documents, else by its labels. A member that counts labels beside one that counts documents is
         therefore multiplied by documents / labels. For example, a sum of 60 over 30 labels of 3 documents is
         multiplied by 3 / 30; the trainer divides the product, 6, by 3 documents and gets 2, which is 60 / 30.

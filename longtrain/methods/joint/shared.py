@@ -1,8 +1,9 @@
-"""One packed pass of the target for several objectives that each ask for their own.
+"""Shares one packed forward of the target among several objectives that each request different outputs.
 
-An objective runs until it asks for its pass. There it waits while the next one does the same; when all have
-asked, the target runs once and gives what any of them wants, and each goes on with its own share. So the
-objectives are not changed, and one that works inside of the pass (`watch`) does so here too.
+An objective runs until it requests its forward. There it waits, as a frame on the call stack, while the next
+one does the same; when all have requested, the target runs once with the union of the requests, and each
+continues with its own outputs. So the objectives are unchanged, and one that observes attention during the
+forward (`hook`) works as usual.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
-from longtrain.targets.step import PackedStep, Want
+from longtrain.targets.step import OutputRequest, PackedStep
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Loss
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import AttentionHook
     from longtrain.targets.model import Target
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Whether gradients are recorded, and autocast, at some place of the program."""
+    """Gradient and autocast modes at some point of the program, to be restored at another."""
 
     device: str
     grad: bool
@@ -35,13 +36,13 @@ class Modes:
 
     @classmethod
     def here(cls, device: str) -> Modes:
-        """The modes that hold where this is called."""
+        """Return the modes that are active where this is called."""
         on = torch.is_autocast_enabled(device)
         return cls(device, torch.is_grad_enabled(), on, torch.get_autocast_dtype(device))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Set these modes for the block."""
+        """Context manager that sets these modes."""
         with (
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast),
@@ -51,41 +52,41 @@ class Modes:
 
 @dataclass(frozen=True)
 class Asked:
-    """A pass that a member asked for, with the modes it asked in."""
+    """A member's request for a forward, with the modes that were active when it was made."""
 
     member: str
     ids_T: Tensor
     pos_T: Tensor
     bounds: tuple[int, ...]
-    want: Want
-    watch: Watch | None
+    outputs: OutputRequest
+    hook: AttentionHook | None
     modes: Modes
 
     def see(self, layer: int, *tensors: Tensor) -> None:
-        """Show the member a layer, if its own pass would have come so far."""
-        stop = self.want.stop_at_layer
-        if self.watch is not None and (stop is None or layer <= stop):
+        """Pass a layer's attention to the member, unless its own forward would have stopped before."""
+        stop = self.outputs.stop_at_layer
+        if self.hook is not None and (stop is None or layer <= stop):
             with self.modes.again():
-                self.watch(layer, *tensors)
+                self.hook(layer, *tensors)
 
     def share(self, step: PackedStep) -> PackedStep:
-        """What the member asked for, of all that the pass gave."""
-        hidden = {layer: step.hidden[layer] for layer in self.want.hidden if layer in step.hidden}
-        kv = {layer: step.kv[layer] for layer in self.want.kv}
-        return PackedStep(hidden, kv, step.top if -1 in self.want.hidden else None)
+        """Return the outputs that this member requested, from those of the shared forward."""
+        hidden = {layer: step.hidden[layer] for layer in self.outputs.hidden if layer in step.hidden}
+        kv = {layer: step.kv[layer] for layer in self.outputs.kv}
+        return PackedStep(hidden, kv, step.top if -1 in self.outputs.hidden else None)
 
 
 class Seat:
-    """Stands in the target's place for one member; everything but a row's first pass is the real target's.
+    """Replaces the target for one member; all calls but the first `packed` go to the real target.
 
     Args:
-        real: the target, or what stands for it.
+        real: the target, or a `StoredTarget`.
     """
 
     def __init__(self, real: Target) -> None:
         self.real = real
         self.ask: Callable[..., PackedStep] | None = None
-        """Answers the next pass; None: the target does."""
+        """Answers the next call of `packed`; None: the target does."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -95,23 +96,23 @@ class Seat:
         ids_T: Tensor,
         pos_T: Tensor,
         bounds: tuple[int, ...],
-        want: Want = Want("none", hidden=(-1,)),  # noqa: B008 (frozen)
+        outputs: OutputRequest = OutputRequest("none", hidden=(-1,)),  # noqa: B008 (frozen)
         *,
-        watch: Watch | None = None,
+        hook: AttentionHook | None = None,
     ) -> PackedStep:
-        """As `Target.packed`."""
+        """Same as `Target.packed`."""
         ask, self.ask = self.ask, None
         if ask is None:
-            return self.real.packed(ids_T, pos_T, bounds, want, watch=watch)
-        return ask(ids_T, pos_T, bounds, want, watch)
+            return self.real.packed(ids_T, pos_T, bounds, outputs, hook=hook)
+        return ask(ids_T, pos_T, bounds, outputs, hook)
 
 
 class SharedPass:
-    """The seats of all members, and the pass that they share.
+    """One proxy of the target for each member, and the forward that they share.
 
     Args:
-        target: the frozen target, or what stands for it.
-        names: of the members.
+        target: the frozen target, or a `StoredTarget`.
+        names: names of the members.
     """
 
     def __init__(self, target: Target, names: Iterable[str]) -> None:
@@ -120,14 +121,17 @@ class SharedPass:
         self._compared = False
 
     def losses(self, calls: Mapping[str, Callable[[], Loss]], device: torch.device) -> dict[str, Loss]:
-        """What each call gives, with one pass of the target for all.
+        """Run every member's objective, with one forward of the target for all.
 
         Args:
-            calls: member -> its objective on the row.
-            device: the device that the row is on.
+            calls: member -> its objective on the packed sequence.
+            device: device of the packed sequence.
+
+        Returns:
+            member -> its loss.
 
         Raises:
-            ConfigError: members that ask for passes over different rows or positions.
+            ConfigError: members that request forwards over different tokens or positions.
         """
         names, found = list(calls), {}
         outside = Modes.here(device.type)
@@ -135,7 +139,7 @@ class SharedPass:
         given: list[PackedStep] = []
 
         def turn(at: int) -> None:
-            """Let the members from number `at` on ask, then run the pass; they have finished afterwards."""
+            """Run members from number `at` on up to their requests, then the forward, then the rest."""
             if at == len(names):
                 if asked:
                     given.append(self._run(asked))
@@ -143,10 +147,16 @@ class SharedPass:
             name, seat = names[at], self.seats[names[at]]
 
             def ask(
-                ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...], want: Want, watch: Watch | None
+                ids_T: Tensor,
+                pos_T: Tensor,
+                bounds: tuple[int, ...],
+                outputs: OutputRequest,
+                hook: AttentionHook | None,
             ) -> PackedStep:
-                mine = Asked(name, ids_T, pos_T, bounds, want, watch, Modes.here(device.type))
+                mine = Asked(name, ids_T, pos_T, bounds, outputs, hook, Modes.here(device.type))
                 asked.append(mine)
+                # The next member starts inside this call, so that this one stays suspended until the forward
+                # is done.
                 with outside.again():
                     turn(at + 1)
                 return mine.share(given[0])
@@ -157,21 +167,21 @@ class SharedPass:
                 waiting = seat.ask is not None
             finally:
                 seat.ask = None
-            if waiting:  # it needed no pass
+            if waiting:  # it requested no forward
                 turn(at + 1)
 
         turn(0)
         return {name: found[name] for name in names}
 
     def _run(self, asked: list[Asked]) -> PackedStep:
-        """The target's pass over the row."""
+        """Run the target with the union of the requests."""
         first = asked[0]
         for other in asked[1:]:
             self._compare(first, other)
         self._compared = True
-        watching = [one for one in asked if one.watch is not None]
+        watching = [one for one in asked if one.hook is not None]
 
-        def watch(layer: int, *tensors: Tensor) -> None:
+        def hook(layer: int, *tensors: Tensor) -> None:
             for one in watching:
                 one.see(layer, *tensors)
 
@@ -181,31 +191,31 @@ class SharedPass:
             autocast=all(one.modes.autocast for one in asked),
             dtype=first.modes.dtype,
         )
-        more = {"watch": watch} if watching else {}
+        more = {"hook": hook} if watching else {}
         with modes.again():
             return self.target.packed(
-                first.ids_T, first.pos_T, first.bounds, together([one.want for one in asked]), **more
+                first.ids_T, first.pos_T, first.bounds, together([one.outputs for one in asked]), **more
             )
 
     def _compare(self, one: Asked, other: Asked) -> None:
-        """Refuse passes that are not the same.
+        """Refuse forwards over different tokens or positions.
 
-        Positions are compared on the first row alone: the host waits for the device to know them.
+        Positions are compared in the first batch only, because the host waits for the device to read them.
         """
         same = one.bounds == other.bounds and one.ids_T is other.ids_T
         if not same or not (self._compared or torch.equal(one.pos_T, other.pos_T)):
             raise ConfigError(
-                f"method.members: {one.member} and {other.member} cannot train from the same rows, since "
-                "they place a row's tokens at different positions; leave one of them out"
+                f"method.members: {one.member} and {other.member} cannot train on the same sequences, since "
+                "they place the tokens at different positions; leave one of them out"
             )
 
 
-def together(wants: list[Want]) -> Want:
-    """What serves all of some wishes for a packed row."""
-    stops = [want.stop_at_layer for want in wants]
-    return Want(
+def together(requests: list[OutputRequest]) -> OutputRequest:
+    """Return the union of several output requests for a packed sequence."""
+    stops = [outputs.stop_at_layer for outputs in requests]
+    return OutputRequest(
         "none",
-        hidden=tuple(sorted({layer for want in wants for layer in want.hidden})),
+        hidden=tuple(sorted({layer for outputs in requests for layer in outputs.hidden})),
         stop_at_layer=None if None in stops else max(stop for stop in stops if stop is not None),
-        kv=tuple(sorted({layer for want in wants for layer in want.kv})),
+        kv=tuple(sorted({layer for outputs in requests for layer in outputs.kv})),
     )

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of joint training: everything is asked of the members."""
+"""The `MethodSpec` of joint training, which delegates to the members."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import nn
 from longtrain import methods
 from longtrain.costs.method import MethodCost
 from longtrain.data.config import DataConfig
-from longtrain.data.rows.prepared import Prepared
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.data.packing.prepared import Prepared
+from longtrain.errors import ConfigError
+from longtrain.methods.checked import trained
 from longtrain.methods.joint.config import Config, member_keys
 from longtrain.methods.joint.cost import training
 from longtrain.methods.joint.objective import JointObjective
@@ -21,23 +22,23 @@ from longtrain.targets.model import Target
 
 
 def members_of(config: Config) -> dict[str, tuple[MethodSpec, Any]]:
-    """The members and their settings, by the names of their methods.
+    """Return the members' specs and settings, by name.
 
     Raises:
-        ConfigError: one makes its own rows, or trains nothing against a target.
+        ConfigError: a member makes its own sequences, or does not train against a target.
     """
     found = {name: (methods.get(name), settings) for name, settings in config.chosen().items()}
     for name, (spec, _) in found.items():
         if spec.objective is None or spec.data is not None or spec.export is not None:
             raise ConfigError(
-                f"method.members.{name} cannot train from the same rows as others: it trains no module "
+                f"method.members.{name} cannot train on the same sequences as others: it trains no module "
                 "against a target on prepared documents; leave it out"
             )
     return found
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """The members' modules by name, each with the fresh weights that it would have alone."""
+    """Build the members' modules by name, each with the initial weights that it would have alone."""
     modules, state = {}, torch.get_rng_state()
     for name, (spec, settings) in members_of(config).items():
         torch.set_rng_state(state)
@@ -47,9 +48,8 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> JointObjective:
-    if target is None or not isinstance(module, nn.ModuleDict):
-        raise TargetMismatchError("joint training trains several modules against a target; pass target.path")
-    return JointObjective(module, target, members_of(config), vars(config.lr_scales))
+    modules, target = trained(nn.ModuleDict, module, target)
+    return JointObjective(modules, target, members_of(config), vars(config.lr_scales))
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
@@ -69,7 +69,7 @@ def _check_target(config: Config, info: TargetInfo) -> None:
 
 
 def _from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
-    """What each member takes from the data, under its name."""
+    """Return the facts that each member takes from the data, under its name."""
     found = {}
     for name, (spec, settings) in members_of(config).items():
         if spec.from_data is not None:

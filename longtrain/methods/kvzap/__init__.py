@@ -1,1 +1,1 @@
-"""KVzap: a small layer beside each attention foretells KVzip's scores, and rows scored low are evicted."""
+"""KVzap: small layers beside the attention predict KVzip's scores, by which KV entries are evicted."""

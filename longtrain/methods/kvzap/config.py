@@ -10,7 +10,7 @@ from longtrain.settings import Count, CountOrZero, OneOf, check
 
 @dataclass
 class Config:
-    """The layer that foretells scores, what it learns, and what stays in any case (arXiv 2601.07891)."""
+    """The layer that predicts scores, its labels, and the entries that are always kept (arXiv 2601.07891)."""
 
     hidden_dim: CountOrZero = 512  # inner width of the two-layer MLP; 0: one linear layer (KVzap-linear)
     labels: Annotated[str, OneOf("kvzip_plus", "kvzip")] = "kvzip_plus"  # scores to predict, as logarithms:

@@ -1,6 +1,6 @@
-"""What KVzap costs: a training step with the repetition that gives labels, and its products in the prefill.
+"""Estimates the cost of KVzap: a training step with the repetition that gives labels, and the prefill.
 
-Shapes: S prompt tokens, T tokens of a packed row, L layers, E hidden dim, G KV heads.
+Shapes: S prompt tokens, T tokens of a packed sequence, L layers, E hidden dim, G KV heads.
 """
 
 from __future__ import annotations
@@ -8,28 +8,28 @@ from __future__ import annotations
 from longtrain.costs.hardware import Gpu
 from longtrain.costs.method import MethodCost, PromptShape
 from longtrain.costs.model import ITEM, Sizes, Work
-from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
+from longtrain.costs.training import PackedSequence, StepCost, kv_bytes_per_token
 from longtrain.methods.kvzap.config import Config
 from longtrain.methods.repetition import LONGEST_REQUEST
 
 SCORE_BYTES = 32
-"""Bytes of a token, layer and KV head: foretold and true score, its gradient, and what the error takes."""
+"""Bytes per token, layer and KV head: predicted and true score, the gradient, and the error's temporaries."""
 
 
 def weights(config: Config, size: Sizes) -> int:
-    """Trained numbers."""
+    """Return the number of trained weights."""
     E, G, inner = size.hidden_size, size.n_kv_heads, config.hidden_dim
     layer = E * inner + inner + inner * G + G if inner else E * G + G
     return size.n_layers * layer
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """Forward and backward of the module over all tokens, and the target's pass over their repetition.
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Estimate forward and backward of the module over all tokens, and the target's repetition of them.
 
-    Backward keeps what each layer's attention reads and the MLP's inner rows (once in the target's type and
-    twice in fp32). The cache holds the contexts, and room for a chunk and its request. A repeated row attends
+    Backward stores each layer's attention input and the MLP's inner activations (once in the target's dtype
+    and twice in fp32). The cache has room for the contexts, a chunk and its request. A repeated token attends
     to its whole context and to what was repeated before it; two more products with the chunk's keys give the
-    scores. Two operations a weight forward and two backward: nothing flows on into the target.
+    scores. Two operations per weight forward and two backward: no gradient flows into the target.
     """
     chunk = min(config.chunk, row.attended)
     room = 1 + (min(config.chunk, row.doc_tokens) + LONGEST_REQUEST) / row.doc_tokens
@@ -51,7 +51,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
 
 
 def first_token(config: Config, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
-    """Milliseconds of the module's products inside the prefill, with no other pass."""
+    """Return the milliseconds that the module's products add to the prefill; there is no extra pass."""
     count, base = weights(config, prompt.size), prompt.prefill
     own = Work(2 * count * prompt.tokens, ITEM * count)
     return {"ms": (base + own).ms(gpu) - base.ms(gpu)}

@@ -1,4 +1,4 @@
-"""The module as kvpress's `KVzapModel` reads it; longtrain itself never reads these files."""
+"""Writes the module in the form of kvpress's `KVzapModel`; longtrain itself never reads these files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FOLDER = "kvpress"
 
 
 def kvpress_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> dict[str, bytes]:
-    """Files by their path in the artifact's folder: what `KVzapModel.from_pretrained` loads.
+    """Return what `KVzapModel.from_pretrained` loads, as path in the artifact's folder -> content.
 
     Args:
-        tensors: the module's state, by name; kvpress gives it the same names.
+        tensors: the module's state, by name; kvpress uses the same names.
         config: hyperparameters.
         info: the target it was trained for.
     """

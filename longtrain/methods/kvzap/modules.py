@@ -1,4 +1,4 @@
-"""What KVzap trains: a linear layer, or an MLP of two, for each layer of the target.
+"""The modules that KVzap trains: a linear layer, or an MLP of two, for each layer of the target.
 
 Shapes: B batch, T tokens, E hidden dim, G KV heads.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KVzap(nn.Module):
-    """Trainable tensors only, under the names that kvpress's `KVzapModel` gives them.
+    """Trainable tensors only, under the names of kvpress's `KVzapModel`.
 
     Args:
         config: hyperparameters.
@@ -37,25 +37,25 @@ class KVzap(nn.Module):
 
         self.layers = nn.ModuleList([made() for _ in range(info.n_layers)])
         self.fresh = True
-        """False once weights were loaded: they must not be centred then."""
+        """False once weights were loaded, so that `centre` is not applied to them."""
         self.register_load_state_dict_post_hook(_loaded)
 
     @torch.no_grad()
     def centre(self, mean_LG: Tensor) -> None:
-        """Begin with these scores, whatever a row is: of each layer and KV head."""
+        """Set the biases so that the initial scores of each layer and KV head are these means."""
         for one, mean_G in zip(self.layers, mean_LG, strict=True):
             last = one[-1] if isinstance(one, nn.Sequential) else one
             assert isinstance(last, nn.Linear)
             last.bias.copy_(mean_G)
 
     def score(self, layer: int, x_BTE: Tensor) -> Tensor:
-        """The foretold logarithm of each row's KVzip score, s_BGT in fp32 (fp64 for fp64).
+        """Predict the logarithm of each token's KVzip score, s_BGT in fp32 (fp64 for fp64).
 
         Args:
-            layer: of the target.
-            x_BTE: what its attention reads, after the norm.
+            layer: number of the target's layer.
+            x_BTE: input of its attention, after the norm.
 
-        Note: the wide product runs in the type of `x_BTE`, as in kvpress; the narrow one in fp32, since
+        Note: the wide product runs in the dtype of `x_BTE`, as in kvpress; the narrow one in fp32, since
             scores in bf16 would tie.
         """
         one = self.layers[layer]
@@ -71,12 +71,12 @@ class KVzap(nn.Module):
         return s_BTG.transpose(1, 2)
 
 
-class Foretelling:
-    """Scores rows as a pass of the target goes by (`targets.attention.Watch`).
+class PredictedScores:
+    """Predicts scores during a forward of the target (`targets.attention.AttentionHook`).
 
     Args:
-        module: foretells the scores.
-        train: whether gradients reach it; the target's pass itself needs none.
+        module: predicts the scores.
+        train: True if gradients reach it; the target's forward itself needs none.
     """
 
     def __init__(self, module: KVzap, *, train: bool = False) -> None:
@@ -85,10 +85,10 @@ class Foretelling:
         """s_BGT of the layers so far."""
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Queries, keys and values say nothing here."""
+        """Ignore queries, keys and values."""
 
     def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
-        """Score one layer's rows."""
+        """Score the tokens of one layer."""
         with torch.set_grad_enabled(self._train):
             self.scores.append(self._module.score(layer, x_BTE))
 

@@ -1,6 +1,6 @@
-"""What KVzap minimises: squared error of the foretold logarithms of KVzip's scores.
+"""The KVzap training objective: squared error of the predicted logarithms of KVzip's scores.
 
-Shapes: B contexts together, S slots, L layers, G KV heads, T tokens of a packed row.
+Shapes: B contexts together, S positions, L layers, G KV heads, T tokens of a packed sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.model import Target
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.methods.kvzap.config import Config
     from longtrain.methods.kvzap.modules import KVzap
     from longtrain.methods.repetition import RepeatLabels
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 class KVzapObjective(Objective):
     """Mean squared error over a context's tokens, layers and KV heads.
 
-    A document's context is all before its response, which is not read. Contexts go through the target with
-    the module beside it, and once more as their own repetition, which gives the labels; neither pass has
-    gradients.
+    A document's context is everything before its response, which is not read. Contexts go through the target
+    with the module observing, and once more as their own repetition, which gives the labels; the target runs
+    without gradients both times.
 
     Args:
-        module: foretells the scores.
-        target: frozen.
+        module: predicts the scores.
+        target: the frozen target.
         config: hyperparameters.
 
     Raises:
-        ConfigError: the target's features are stored, and itself it is not there.
+        ConfigError: the target's features are stored, and the target itself is absent.
 
     Source: KVzap (arXiv 2601.07891) and `kvzap/train.py` of kvpress: MSE on the logarithm of KVzip+ scores.
     Note: kvpress draws 500 tokens of each text; here all of them count, and every context the same.
@@ -57,10 +57,10 @@ class KVzapObjective(Objective):
         self.module, self.target, self.config = module, target, config
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over documents with labels of their context's mean squared error.
+        """Return the sum over documents with labels of their context's mean squared error.
 
-        Figures: `loss`; out of training `r2`, over layers, KV heads and contexts, and `recall@K`: of the rows
-        that KVzip keeps at K rows a head (all heads of all layers together), the share that the module keeps.
+        Metrics: `loss`; in validation `r2`, over layers, KV heads and contexts, and `recall@K`: the share of
+        the entries that KVzip keeps at K a head (all heads of all layers together) that the module keeps too.
 
         Raises:
             ConfigError: the target has no tokenizer.
@@ -69,6 +69,7 @@ class KVzapObjective(Objective):
         found, device = samples(batch), batch.ids_T.device
         total = torch.zeros((), device=device)
         if not found:
+            # a loss of 0 that depends on every parameter, so that DDP's ranks stay synchronised
             nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=total)
             return Loss(nothing, 0, {"loss": (total, total)})
         sums: dict[str, list[Tensor]] = {}
@@ -81,20 +82,20 @@ class KVzapObjective(Objective):
                 if not self.training:
                     _take(sums, pred_LBGS, labels)
         pooled = {name: torch.cat(values) for name, values in sums.items()}
-        figures = {name: (values.sum(), total.new_tensor(len(values))) for name, values in pooled.items()}
-        figures["loss"] = (total.detach(), total.new_tensor(len(found)))
-        return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
+        metrics = {name: (values.sum(), total.new_tensor(len(values))) for name, values in pooled.items()}
+        metrics["loss"] = (total.detach(), total.new_tensor(len(found)))
+        return Loss(total, sum(sample.stop - sample.prompt for sample in found), metrics)
 
 
 def _error(pred_LBGS: Tensor, labels: RepeatLabels) -> Tensor:
-    """Mean squared error of each context."""
+    """Return the mean squared error of each context."""
     square_LBGS = (pred_LBGS - labels.true_LBGS).square() * labels.counts_LBGS
     return square_LBGS.sum((0, 2, 3)) / labels.counts_LBGS.sum((0, 2, 3)).clamp(min=1)
 
 
 @torch.no_grad()
 def _take(sums: dict[str, list[Tensor]], pred_LBGS: Tensor, labels: RepeatLabels) -> None:
-    """Collect the figures of some contexts, one number an entry."""
+    """Append the metrics of some contexts to `sums`, one value for each mean's entry."""
     L, _, G, _ = pred_LBGS.shape
     whole = (pred_LBGS, labels.true_LBGS, labels.counts_LBGS)
     for b, length in enumerate(labels.lengths):

@@ -1,4 +1,4 @@
-"""A draft that LongSpec's authors trained, as a module of this package."""
+"""Loads drafts that LongSpec's authors trained, as modules of this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longtrain.pickled import read_pickled_tensors
 from longtrain.targets.info import TargetInfo
 
 DEPTHS = 4
-"""Depths that their training draws shifts for."""
+"""Number of depths that the authors' training draws shifts for."""
 FILES = ("model.safetensors", "pytorch_model.bin")
 _DRAFT = re.compile(
     r"(?:.*\.)?((?:self_attn|cross_attn|mlp|input_layernorm|post_self_attention_layernorm"
@@ -26,18 +26,18 @@ _DRAFT = re.compile(
 )
 _TARGET = re.compile(r"(lm_head|model\.(embed_tokens|layers|norm|rotary_emb))\.")
 _UNUSED = re.compile(r"cross_attn\.[kv]_proj\.|.*rotary_emb\.")
-"""Tables, and projections of the cross-attention that nothing reads: its keys and values are the target's."""
+"""Tables, and cross-attention projections that are not used: its keys and values are the target's."""
 
 
 def read_draft(where: str | Path, info: TargetInfo) -> tuple[Config, LongSpecDraft]:
-    """Their weights as a draft for a target; it can be exported like one that was trained here.
+    """Load the authors' weights as a draft for a target; it can be exported like one that was trained here.
 
     Args:
-        where: a file of tensors, or a folder with one of `FILES`; a pickled one is read as tensors alone.
+        where: a file of tensors, or a folder with one of `FILES`; of a pickled file only tensors are read.
         info: the target's shapes.
 
     Returns:
-        The configuration that says what they trained, and the module in the weights' dtype.
+        The configuration that matches their training, and the module in the weights' dtype.
 
     Raises:
         ArtifactError: no such file, or its tensors are not those of a draft for this target.
@@ -60,7 +60,7 @@ def read_draft(where: str | Path, info: TargetInfo) -> tuple[Config, LongSpecDra
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file."""
+    """Load the tensors of a file."""
     try:
         if file.suffix == ".safetensors":
             need_regular(file)
@@ -72,10 +72,10 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def _draft_tensors(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """The draft's own by our names, whatever stands before them; those that nothing reads are left out.
+    """Return the draft's tensors under our names, without prefixes and unused tensors.
 
     Raises:
-        ArtifactError: a tensor of another kind.
+        ArtifactError: a tensor that belongs to no LongSpec draft.
     """
     found = {}
     for name, tensor in tensors.items():

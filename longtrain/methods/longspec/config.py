@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from longtrain.errors import ConfigError
 
 LARGE_VOCABULARY = 32768
-"""Tokens from which on a copy of the LM head in 4 bits is made by default."""
+"""Vocabulary size from which on drafts use a 4-bit copy of the LM head by default."""
 
 
 @dataclass
@@ -60,5 +60,5 @@ class Config:
             )
 
     def copies_head(self, vocab_size: int, *, faster: bool) -> bool:
-        """Whether drafts have a copy of the LM head in 4 bits, `faster` where its kernel runs."""
+        """Return True if drafts use a 4-bit copy of the LM head; `faster`: its kernel runs on the device."""
         return self.head_bits == 4 or (self.head_bits == 0 and faster and vocab_size >= LARGE_VOCABULARY)

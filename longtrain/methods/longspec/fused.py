@@ -1,7 +1,6 @@
-"""The draft's layer as it runs when drafting (`methods.draft_layer`).
+"""The LongSpec draft's layer for inference (`methods.draft_layer`): equal to `LongSpecDraft` up to rounding.
 
-The same function as `LongSpecDraft` up to rounding. Rows are nodes or tokens, all sequences' together.
-Shapes: N rows, E hidden dim, H query heads, G KV heads, D head dim.
+Shapes: N tokens or tree nodes of all sequences together, E hidden dim, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class FusedDraft(JoinedLayer):
-    """A draft's weights, joined as they are now.
+    """A LongSpec draft with concatenated weights.
 
     Args:
-        draft: keeps views of the joined weights; left as it is where it is being trained.
+        draft: its weights become views of the concatenated ones, unless they are being trained.
     """
 
     def __init__(self, draft: LongSpecDraft) -> None:
@@ -34,13 +33,13 @@ class FusedDraft(JoinedLayer):
     def after_own(
         self, x_NE: Tensor, mixed_NX: Tensor, rope: Rope, read: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The layer from the self-attention's result on: the LM head's input, [N, E].
+        """Compute the layer after its self-attention; return the LM head's input, [N, E].
 
         Args:
             x_NE: embeddings.
-            mixed_NX: what the self-attention gathered, heads side by side.
-            rope: cos and sin of the same rows.
-            read: queries [N, H, D] -> what they gather from the target's cache, heads side by side.
+            mixed_NX: output of the self-attention, heads concatenated.
+            rope: cos and sin of the same positions.
+            read: queries [N, H, D] -> attention output over the target's cache, heads concatenated.
         """
         draft = self.draft
         x_NE = self.out(mixed_NX, x_NE)

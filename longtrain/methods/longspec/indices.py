@@ -1,4 +1,4 @@
-"""Which shifts documents take, and which keys each row sees: arithmetic on the host."""
+"""Draws the documents' shifts and finds the keys that each position sees, on the host."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from itertools import pairwise
 
 import torch
 
-from longtrain.data.rows.packed_rows import own_segments, stream
+from longtrain.data.packing.packed_sequences import own_segments, stream
 
 
 def draw_shifts(documents: int, *, weights: Sequence[float], seed: int) -> list[int]:
-    """Flash noisy shift of each document: 1 + a draw from `weights`.
+    """Draw the flash noisy shift of each document: 1 + an index drawn from `weights`.
 
-    Row i of a document with shift j sees the target's keys of rows 0..i-j: what a node at depth j-1 of a
-    drafted tree sees, since the target has not read the tree's root yet.
+    Position i of a document with shift j sees the target's keys of positions 0..i-j. That is what a node at
+    depth j-1 of a drafted tree sees, since the target has not read the tree's root yet.
 
     Args:
-        documents: how many.
+        documents: number of documents.
         weights: relative weight of shift 1, 2, ...
-        seed: the micro-batch's.
+        seed: seed of the micro-batch.
 
     Source: LongSpec §3.2, "Flash Noisy Training".
     Note: one draw for each document and not for each micro-batch; the range is the configured depth (the
         authors' code stops at 4, and so never trains the deepest level of its own tree).
     """
-    law = torch.tensor(weights, dtype=torch.float64)
-    drawn = torch.multinomial(law, documents, replacement=True, generator=stream(seed, 1))
+    probs = torch.tensor(weights, dtype=torch.float64)
+    drawn = torch.multinomial(probs, documents, replacement=True, generator=stream(seed, 1))
     return [1 + int(j) for j in drawn]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows `start..stop` of a packed row, and where their keys are.
+    """Positions `start..stop` of a packed sequence, and the ranges of keys that they see.
 
     Args:
-        start: first row whose hidden state is wanted.
+        start: first position whose hidden state is computed.
         stop: one past the last.
-        halo: first row whose own K and V are needed: up to a window before `start`, in the same document.
+        halo: first position whose own K and V are needed: up to a window before `start`, in the same
+            document.
         queries: bounds of the documents' queries, from 0 to `stop - start`.
-        own_k: bounds of the documents' keys among rows `halo..stop`.
-        spans: the target's keys that each document's last query sees, as its first row and one past its last.
+        own_k: bounds of the documents' keys among positions `halo..stop`.
+        spans: the target's keys that each document's last query sees, as first position and one past the
+            last.
     """
 
     start: int
@@ -60,17 +62,17 @@ def make_chunk(
     *,
     window: int,
 ) -> Chunk:
-    """What rows `start..stop` need: in causal, bottom-right aligned segments.
+    """Find the keys that positions `start..stop` see, as causal, bottom-right aligned segments.
 
-    Query i of a document with shift j sees the target's keys from the document's first row to row i - j, and
-    the draft's own keys of rows i - window .. i.
+    Query i of a document with shift j sees the target's keys from the document's first position to i - j, and
+    the draft's own keys of positions i - window .. i.
 
     Args:
         bounds: document bounds.
-        shifts: of each document.
-        start: first row whose hidden state is wanted.
+        shifts: shift of each document.
+        start: first position whose hidden state is computed.
         stop: one past the last.
-        window: previous rows that a row's self-attention sees.
+        window: previous tokens that a position's self-attention sees.
     """
     own = own_segments(bounds, start, stop, window=window)
     spans = [

@@ -1,7 +1,7 @@
-"""The draft: one layer of windowed self-attention, cross-attention to the target's KV cache, and a SwiGLU.
+"""The LongSpec draft: windowed self-attention, cross-attention to the target's KV cache, and a SwiGLU.
 
-Shapes: R rows with their halo, Q rows whose output is wanted, S rows of the target's K and V, E hidden dim,
-H query heads, G KV heads, D head dim. `...` stands for any leading dims.
+Shapes: R positions with their halo, Q positions whose output is computed, S positions of the target's K and
+V, E hidden dim, H query heads, G KV heads, D head dim. `...` stands for any leading dims.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class LongSpecDraft(nn.Module):
 
     `h1 = e + SA(norm(e));  h2 = h1 + CA(norm(h1), K*, V*);  h3 = h2 + MLP(norm(h2));  logits = head(h3)`
 
-    Its input is the embedding of each row's own token; no hidden state of the target enters. So the keys and
-    values of its self-attention depend on single tokens: it needs no prefill, and chunked training is exact.
+    Its input is the embedding of each position's own token; no hidden state of the target enters. So the keys
+    and values of its self-attention depend on single tokens: it needs no prefill, and chunked training is
+    exact.
 
     Args:
         config: hyperparameters.
@@ -44,7 +45,7 @@ class LongSpecDraft(nn.Module):
         self.window = config.window
         self.scale = info.head_dim**-0.5
         self.fresh = True
-        """False once weights were loaded: a warm start must not undo that."""
+        """False once weights were loaded, so that a warm start does not overwrite them."""
 
         def attention(own_keys: bool) -> GroupedQuery:
             return GroupedQuery(
@@ -78,21 +79,24 @@ class LongSpecDraft(nn.Module):
         target_kv: tuple[Tensor, Tensor] | None,
         chunk: Chunk,
     ) -> Tensor:
-        """The LM head's input for the rows of a chunk of one packed row.
+        """Return the LM head's input for the positions of a chunk of one packed sequence.
 
         Args:
-            embed_RE: the target's embeddings of rows `chunk.halo..chunk.stop`.
-            rope_RD: the target's cos and sin at those rows' positions.
-            target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None if nothing reads it.
-            chunk: which keys each row sees.
+            embed_RE: the target's embeddings of positions `chunk.halo..chunk.stop`.
+            rope_RD: the target's cos and sin at those positions.
+            target_kv: K (post-RoPE) and V of the whole packed sequence, each [S, G, D]; None without
+                cross-attention.
+            chunk: the keys that each position sees.
 
-        Returns: hidden_QE of rows `chunk.start..chunk.stop`.
+        Returns:
+            hidden_QE of positions `chunk.start..chunk.stop`.
         """
         if not torch.is_autocast_enabled(embed_RE.device.type):
             embed_RE = embed_RE.to(self.input_layernorm.weight.dtype)
         halo = chunk.start - chunk.halo
         normed_RE = self.input_layernorm(embed_RE)
         k_RGD, v_RGD = self.self_attn.keys_values(normed_RE, rope_RD)
+        # keys of the halo are needed, its outputs are not: R -> Q
         embed_QE, rope_QD = embed_RE[halo:], (rope_RD[0][halo:], rope_RD[1][halo:])
         mixed_QHD = packed_attention(
             self.self_attn.query(normed_RE[halo:], rope_QD),
@@ -113,15 +117,16 @@ class LongSpecDraft(nn.Module):
         return self.after_own(embed_QE, mixed_QHD, rope_QD, read)
 
     def after_own(self, embed: Tensor, mixed: Tensor, rope: Rope, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer from the self-attention's result on.
+        """Compute the layer after its self-attention.
 
         Args:
             embed: embeddings [..., E].
-            mixed: what the self-attention gathered, [..., H, D].
-            rope: cos and sin of the same rows.
-            read: queries [..., H, D] -> what they gather from the target's cache, [..., H, D].
+            mixed: output of the self-attention, [..., H, D].
+            rope: cos and sin of the same positions.
+            read: queries [..., H, D] -> attention output over the target's cache, [..., H, D].
 
-        Returns: the LM head's input, [..., E].
+        Returns:
+            The LM head's input, [..., E].
         """
         h = embed + self.self_attn.output(mixed)
         if self.cross_attn is not None and self.post_self_attention_layernorm is not None:
@@ -132,7 +137,7 @@ class LongSpecDraft(nn.Module):
 
 
 def _rows(x_SGD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Spans of rows, one after another; a single one is not copied."""
+    """Concatenate spans of the first dim; a single one is not copied."""
     parts = [x_SGD[a:b] for a, b in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""The draft at work: no prefill, constant memory, trees by dynamic beam or by sampling.
+"""The LongSpec draft at inference: no prefill, constant memory, trees by dynamic beam or by sampling.
 
 Shapes: B batch, S prompt tokens, W window, J levels, M nodes of one level, N nodes so far, P path,
 E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache, PrefixOnly
 from longtrain.cache.ring import DraftRing
-from longtrain.decoding.growth import Level, TreeGrowth, check_tree
+from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
 from longtrain.methods.longspec.fused import FusedDraft
-from longtrain.targets.step import TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep
 
 if TYPE_CHECKING:
     from longtrain.layers import Rope
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class LongSpecRuntime:
     """Proposes trees with a LongSpec draft (`decoding.roles.Draft`).
 
-    Its only state is the ring. Keys and values of a token depend on that token and its position alone, so a
-    prompt costs the draft its last W tokens, and a rejected branch costs nothing to forget.
+    Its only state is a ring buffer of keys and values. These depend on a token and its position alone, so a
+    prompt costs the draft only its last W tokens, and a rejected branch needs no rollback.
 
     Args:
         draft: the module, in the target's dtype and on its device.
@@ -41,13 +41,13 @@ class LongSpecRuntime:
         config: hyperparameters.
 
     Raises:
-        ConfigError: the head is wanted in 4 bits and its input features fit no group.
+        ConfigError: the head should be in 4 bits and its input size is no multiple of a quantisation group.
 
     Source: LongSpec §3.1 (constant memory), §3.3 and the authors' code (tree by dynamic beam).
     Note: a node at depth t needs the shift t + 1. Levels beyond `config.max_depth` work, but untrained.
     """
 
-    want = Want()
+    outputs = OutputRequest()
     offers = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
     begins_anew = True
 
@@ -62,10 +62,10 @@ class LongSpecRuntime:
         self._always_int4 = config.head_bits == 4
         self.ring: DraftRing | None = None
         self.cache: KVCache | None = None
-        self._growth = TreeGrowth()
+        self._expansion = TreeExpansion()
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """Take the last W tokens of each prompt into the ring; nothing else of the prompt is looked at."""
+        """Store the last W tokens of each prompt in the ring buffer; the rest of the prompt is not read."""
         self.cache = cache
         if self.layer.holds():
             self.layer.renew()
@@ -89,11 +89,11 @@ class LongSpecRuntime:
         assert self.ring is not None
         self.ring.reserve(nodes)
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
-        """Draft level by level below the root (`TreeGrowth`).
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
+        """Draft level by level below the root (`TreeExpansion`).
 
         Raises:
-            ConfigError: a tree deeper than the window, or a law this draft does not have.
+            ConfigError: a tree deeper than the window, or a distribution this draft does not support.
             ConflictError: called before `start`.
         """
         ring, cache = self._state(shape)
@@ -101,10 +101,10 @@ class LongSpecRuntime:
         def logits_of(level: Level) -> Tensor:
             return self._level(ring, cache, level)
 
-        return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
+        return self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Keys and values of the accepted tokens go into the ring; those of the tree are forgotten."""
+        """Store the accepted tokens' keys and values in the ring buffer and discard the tree's."""
         cache = self.cache
         if cache is None:
             raise ConflictError(
@@ -113,10 +113,11 @@ class LongSpecRuntime:
         self._take(tree.tokens_BN, verdict.path_BP, verdict.root_pos(cache.len_B), verdict.n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
+        """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
 
         Raises:
-            ConfigError: another law, deeper than the window, or a level wider than all continuations.
+            ConfigError: another distribution, deeper than the window, or a level wider than all
+                continuations.
         """
         check_tree(shape, self.target.info.vocab_size, "LongSpec")
         if shape.depth >= self.window:
@@ -126,31 +127,31 @@ class LongSpecRuntime:
             )
 
     def bytes(self) -> int:
-        """Bytes of the ring, and of a copy of the head: they depend on batch, window and tree alone."""
+        """Return the bytes of the ring buffer and of a 4-bit head; independent of the sequence's length."""
         ring = 0 if self.ring is None else self.ring.bytes()
         return ring + (0 if self._int4 is None else self._int4.bytes())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The ring's buffers, and the joined weights by one of them."""
+        """Return the ring buffer's tensors, and one tensor of the concatenated weights."""
         ring = self.ring
         return () if ring is None else (*ring.tensors(), self.layer.qkv.weight)
 
     def _state(self, shape: TreeShape) -> tuple[DraftRing, KVCache]:
-        """The ring with room for this tree, and the cache."""
+        """Return the ring buffer with room for this tree, and the cache."""
         if self.ring is None or self.cache is None:
             raise ConflictError("a LongSpec draft was asked before start(); run it through Engine.generate")
         self.check_shape(shape)
-        self.ring.reserve(shape.n_grown)
+        self.ring.reserve(shape.n_expanded)
         return self.ring, self.cache
 
     def _take(self, ids_BS: Tensor, path_BP: Tensor, first_B: Tensor, count_B: Tensor) -> None:
-        """Compute and store keys and values of the first `count_B` tokens; no attention is run for them.
+        """Compute and store keys and values of the first `count_B` tokens; no attention is computed for them.
 
         Args:
             ids_BS: tokens.
-            path_BP: which of them.
-            first_B: position of the first.
-            count_B: how many are stored.
+            path_BP: indices into `ids_BS`.
+            first_B: position of the first token.
+            count_B: number of tokens to store.
         """
         assert self.ring is not None
         at = RowPositions.after(first_B, path_BP.shape[1], steps=True)
@@ -160,13 +161,13 @@ class LongSpecRuntime:
     def _enter(
         self, ids_BT: Tensor, at: RowPositions, path_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Rope]:
-        """Embeddings of rows, the layer's first norm of them, and their cos and sin (`enter_rows`)."""
+        """Return embeddings, their first norm in the layer, and cos and sin (`enter_rows`)."""
         norm, target = self.draft.input_layernorm, self.target
         table_VE, weight_E = target.embed_weight, norm.weight
         return enter_rows(ids_BT, table_VE, (weight_E, norm.eps), at, target.rotation, path_BT=path_BT)
 
     def _level(self, ring: DraftRing, cache: KVCache, level: Level) -> Tensor:
-        """Logits_BMV of one level's nodes; their keys and values join the tree's."""
+        """Return logits_BMV of one level's nodes, and store the nodes' keys and values."""
         tokens_BM, depth = level.tokens_BM, level.depth
         B, M, scale = *tokens_BM.shape, self.draft.scale
         at = RowPositions.after(cache.len_B, M, ahead=depth)
@@ -185,7 +186,7 @@ class LongSpecRuntime:
         return self._head(hidden_NE).unflatten(0, (B, M))
 
     def _head(self, hidden_NE: Tensor) -> Tensor:
-        """Logits, by the copy of the head in 4 bits where that is asked for or faster."""
+        """Return logits, from the 4-bit copy of the head if it is configured or faster."""
         faster = len(hidden_NE) <= AT_ONCE and int4_runs_on(hidden_NE.device)
         copy = self._int4 if self._always_int4 or faster else None
         return (copy or self.target.head)(hidden_NE)

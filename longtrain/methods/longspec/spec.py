@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of LongSpec: module, objective, draft, and what they cost."""
+"""The `MethodSpec` of LongSpec: module, objective, draft, and their costs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost, MethodCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
-from longtrain.costs.training import PackedRow, StepCost, draft_step
+from longtrain.costs.training import PackedSequence, StepCost, draft_step
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.errors import ConfigError
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS
+from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
-from longtrain.methods.spec import MethodSpec, fitted
+from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
+
+KEYS = ("head_bits",)
 
 IN_VLLM = """The class in `longtrain/integrations/longspec_vllm.py`, one file without longtrain, reads it.
 FOLDER is a copy of this folder on the machine (of one on the Hub the path that `hf download` prints):
@@ -42,39 +45,32 @@ LLM(
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """A draft with fresh weights."""
-    if info is None:
-        raise TargetMismatchError("a LongSpec draft is built for a target; pass target.path")
-    _check_layer(config, info)
-    return LongSpecDraft(config, info)
+    """Build a draft with new weights."""
+    if info is not None:
+        _check_layer(config, info)
+    return built_for_target(LongSpecDraft)(config, info)
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> LongSpecObjective:
-    """The objective; a draft whose weights were not loaded from anywhere begins with the target's."""
-    if target is None or not isinstance(module, LongSpecDraft):
-        raise TargetMismatchError("LongSpec trains a LongSpec draft against a target; pass target.path")
+    """Build the objective; a draft without loaded weights is initialised from the target."""
+    draft, target = trained(LongSpecDraft, module, target)
     _check_layer(config, target.info)
-    if config.warm_start and module.fresh:
-        warm_start(module, target, config)
-    return LongSpecObjective(module, target, config)
+    if config.warm_start and draft.fresh:
+        warm_start(draft, target, config)
+    return LongSpecObjective(draft, target, config)
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The draft for an engine, in the target's dtype and on its device (a copy where they differ)."""
-    if not isinstance(module, LongSpecDraft):
-        raise TargetMismatchError(f"LongSpec runs a LongSpec draft, not {type(module).__name__}")
-    if others := set(keys) - {"head_bits"}:
-        raise ConfigError(f"LongSpec takes the inference key head_bits; got: {', '.join(sorted(others))}")
-    info, attention = target.info, module.self_attn
-    own = (module.input_layernorm.weight.numel(), *attention.heads, attention.head_dim)
-    if own != (needed := (info.hidden_size, info.n_heads, info.n_kv_heads, info.head_dim)):
-        raise TargetMismatchError(
-            f"a LongSpec draft of (hidden size, query heads, KV heads, head dim) = {own}; target {info.name} "
-            f"has {needed}"
-        )
-    config = replace(config, **keys)
-    module = fitted(module, target)
-    return Parts(draft=LongSpecRuntime(module, target, config), name="longspec")
+    """Return the draft for an engine."""
+    draft, info = running(LongSpecDraft, module, target), target.info
+    config = replace(config, **given_keys("LongSpec", keys, KEYS))
+    check_sizes(
+        "a LongSpec draft of (hidden size, query heads, KV heads, head dim)",
+        (draft.input_layernorm.weight.numel(), *draft.self_attn.heads, draft.self_attn.head_dim),
+        (info.hidden_size, info.n_heads, info.n_kv_heads, info.head_dim),
+        info,
+    )
+    return Parts(draft=LongSpecRuntime(draft, target, config), name="longspec")
 
 
 def _check_layer(config: Config, info: TargetInfo) -> None:
@@ -86,15 +82,15 @@ def _check_layer(config: Config, info: TargetInfo) -> None:
 
 
 def _other_heads(config: Config, info: TargetInfo) -> list[dict[str, Any]]:
-    """The LM head as GPUs read it by default: a copy in 4 bits, where there is one."""
+    """Return the inference keys of the 4-bit LM head that GPUs use by default, if there is one."""
     copied = config.copies_head(info.vocab_size, faster=True) and info.hidden_size % GROUPS[-1] == 0
     return [{"head_bits": 4}] if copied else []
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """A step in chunks; hidden states are read for the KL objective alone.
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Cost of a chunked training step; hidden states are read only for the KL objective.
 
-    With offsets the target reads some rows once more at their own positions (`guard_every`).
+    With offsets the target reads some sequences again at their original positions (`guard_every`).
     """
     return draft_step(
         size,
@@ -109,9 +105,9 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
 
 
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
-    """A layer with two attentions a level, then the target over all nodes; a GPU's default of `head_bits`."""
+    """Cost of a cycle: one draft layer with two attentions per depth, then the target over all nodes."""
     width = Width(8 * itemsize, 8 * itemsize)
-    cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # queries and output of its cross-attention
+    cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # q and output of its cross-attention
     above = (1, *widths[:-1])
     copied = config.copies_head(size.vocab_size, faster=itemsize == 2)
     copy = size.head * (4 + 32 / GROUPS[0]) / 8 if copied else 0.0
@@ -138,7 +134,7 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
-    inference_keys=("head_bits",),
+    inference_keys=KEYS,
     golden_others=_other_heads,
     elsewhere={"vLLM": IN_VLLM},
     cost=MethodCost(training=training, cycle=cycle),

@@ -1,4 +1,4 @@
-"""A draft's first weights, taken from the target it drafts for.
+"""Initialises a draft from the weights of the target it drafts for.
 
 Shapes: T tokens, E hidden dim.
 """
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from longtrain.data.rows.packed_rows import positions
+from longtrain.data.packing.packed_sequences import positions
 from longtrain.methods.longspec.indices import make_chunk
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 CROSS_SHARE = 0.3
-"""Size of what the cross-attention adds at the start, relative to the residual stream it joins (rms): it
-belongs to the target's last layer, where the stream is much louder, and must not drown out the first."""
+"""Initial rms of the cross-attention's output relative to the residual stream it joins.
+
+Its weights come from the target's last layer, where the stream is much larger, and would otherwise drown out
+the first layer's.
+"""
 
 LOUDNESS = 0.8
-"""Size of the draft's output at the start, relative to the target's (rms): a little less sure of itself."""
+"""Initial rms of the draft's output relative to the target's: slightly flatter logits."""
 
 PROBE_TOKENS = 256
 
 
 class _Sizes(NamedTuple):
-    """Root mean squares: stream before cross-attention, what that adds, both inputs of the LM head."""
+    """Root mean squares of the stream, the cross-attention's output, and both LM heads' inputs."""
 
     stream: float
     cross: float
@@ -41,18 +44,18 @@ class _Sizes(NamedTuple):
 
 @torch.no_grad()
 def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
-    """Begin as the target's first layer with a window, plus a whisper of what its last layer reads.
+    """Initialise as the target's first layer with a window, plus a small share of its last layer's attention.
 
     Self-attention, MLP and their norms come from layer 0, whose input is the draft's input: up to the window
     they compute what the target computes. Query, output and norm of the cross-attention come from the layer
-    whose keys and values it reads, turned down to the size of the stream. Without a norm before the LM head,
+    whose keys and values it reads, scaled down to the size of the stream. Without a norm before the LM head,
     all outputs are then scaled so that logits have the size the head expects. Sizes are measured on random
     tokens.
 
     Args:
         draft: changed in place; it may be on another device and in another dtype than the target.
-        target: gives the weights.
-        config: the draft's.
+        target: provides the weights.
+        config: the draft's hyperparameters.
 
     Note: this project's. Early in training of a small target's draft, it was closer to the target than with
         the last layer's MLP or self-attention copied instead, zero outputs, or unscaled copies.
@@ -73,7 +76,7 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
     if draft.norm is not None:
         draft.norm.weight.copy_(target.final_norm_weight)
         return
-    for _ in range(2):  # once would do if embeddings were not added unscaled
+    for _ in range(2):  # twice, because the embeddings are added unscaled
         sizes = _sizes(draft, target, config)
         for output in outputs:
             output.weight.mul_(LOUDNESS * sizes.target / sizes.draft)
@@ -81,13 +84,13 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
 
 @torch.no_grad()
 def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
-    """Run both over one row of random tokens, the same every time."""
+    """Run draft and target over one sequence of random tokens, the same every time, and measure the sizes."""
     bounds = (0, min(PROBE_TOKENS, target.info.max_positions))
     gen = torch.Generator().manual_seed(0)
     ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
     pos_T = positions(bounds).to(target.device)
     layer = config.kv_source_layer % target.info.n_layers
-    step = target.packed(ids_T, pos_T, bounds, Want("none", hidden=(-1,), kv=(layer,)))
+    step = target.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=(-1,), kv=(layer,)))
     k_TGD, v_TGD = step.kv[layer]
     here = draft.input_layernorm.weight
     cos_BTD, sin_BTD = target.rope(pos_T[None])
@@ -122,7 +125,7 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
 
 
 def _copy(module: nn.Module | None, state: dict[str, torch.Tensor], prefix: str) -> None:
-    """Every parameter of `module` from the entry of its name; biases that the target lacks are 0."""
+    """Copy every parameter of `module` from the entry of its name; biases that the target lacks are 0."""
     if module is not None:
         for name, tensor in module.named_parameters():
             if name.endswith(".bias") and prefix + name not in state:

@@ -1,1 +1,1 @@
-"""LookaheadKV: soft tokens and their LoRA foretell which rows of the prompt the answer will read."""
+"""LookaheadKV: lookahead tokens with LoRA predict which prompt tokens the answer will attend to."""

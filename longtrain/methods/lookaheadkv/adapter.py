@@ -1,34 +1,31 @@
 """LookaheadKV as an adapter folder of `peft`: `export format=peft` writes one, `artifact=FOLDER` reads one.
 
-The folder holds what `peft_files` puts into an artifact's `peft/`, and the settings and target facts that a
-module is rebuilt from. The LoRA is read by peft itself, so an adapter that was trained further and saved with
-`PeftModel.save_pretrained` beside the other files is read too.
+The folder contains the files that `peft_files` writes into an artifact's `peft/`, and the settings and target
+sizes from which the module is rebuilt. The LoRA is read with peft, so an adapter that was trained further and
+saved with `PeftModel.save_pretrained` beside the other files can be read too.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError
-from longtrain.files import as_json, read_bytes, read_json
+from longtrain.errors import ConfigError, missing_package
 from longtrain.methods.lookaheadkv.config import FORMATS as NAMES
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.peft_files import EMBEDDINGS, FOLDER, PREFIX, peft_files
 from longtrain.methods.spec import Formats, Imported
-from longtrain.targets.info import TargetSketch
+from longtrain.methods.written_folders import read_written, record_of, shown_target
 
 if TYPE_CHECKING:
-    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
 
 (FORM,) = NAMES
@@ -46,7 +43,7 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
     """Refuse a module without LoRA.
 
     Raises:
-        ConfigError: there is nothing that peft could load.
+        ConfigError: there is no LoRA that peft could load.
     """
     if not config.linears():
         raise ConfigError(
@@ -58,13 +55,13 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
 def adapter_files(
     form: str, tensors: Mapping[str, Tensor], config: Config, target: Target, facts: dict[str, Any], name: str
 ) -> dict[str, bytes]:
-    """The files of a folder, by their path in it.
+    """Return the files of an exported folder, relative path -> content.
 
     Args:
         form: `peft`.
         tensors: the module's state, by name.
         config: hyperparameters.
-        target: the frozen target; only its facts are used.
+        target: the frozen target; only its `info` is used.
         facts: provenance of the training run.
         name: the folder's name.
 
@@ -75,44 +72,33 @@ def adapter_files(
     _peft()
     kept = peft_files(tensors, config, target.info)
     files = {path.removeprefix(f"{FOLDER}/"): content for path, content in kept.items()}
-    record = {
-        "method": vars(config),
-        "target": target.info.to_json(),
-        "steps": facts.get("step"),
-        "files": {ROWS: hashlib.sha256(files[ROWS]).hexdigest()},
-    }
-    return {**files, RECORD: as_json(record), "README.md": _card(name, target.info).encode()}
+    record = record_of(config, target.info, facts, {ROWS: files[ROWS]})
+    return {**files, RECORD: record, "README.md": _card(name, target.info).encode()}
 
 
 def read_folder(folder: Path, trained_by: str | None) -> Imported:
-    """The module in a folder, to be run in an artifact's place.
+    """Read the module in a folder, to be used like an artifact's.
 
     Raises:
-        ConfigError: a trainer is named, or peft is not installed.
-        ArtifactError: a file is missing or damaged, or the adapter uses what LookaheadKV cannot compute.
+        ConfigError: `trained_by` is given, or peft is not installed.
+        ArtifactError: a file is missing or damaged, or the adapter uses options that LookaheadKV does not
+            support.
     """
-    if trained_by is not None:
-        raise ConfigError(f"trained_by={trained_by}: {folder} was written by longtrain; leave trained_by out")
     peft = _peft()
-    try:
-        record = read_json(folder / RECORD)
-        if hashlib.sha256(read_bytes(folder / ROWS)).hexdigest() != record["files"][ROWS]:
-            raise ValueError(f"{ROWS} is not what was exported (sha256 differs)")
-        sketch = TargetSketch.from_json(record["target"])
-        config = _config(peft, folder, Config(**record["method"]))
+
+    def build(method: dict[str, Any], sketch: TargetSketch) -> tuple[Config, dict[str, Tensor]]:
+        config = _config(peft, folder, Config(**method))
         tensors = {**load_file(folder / ROWS), **_lora(peft, folder)}
         module = LookaheadKV(config, sketch)
         tensors = {key: tensor for key, tensor in tensors.items() if not _idle(key, sketch)}
         module.load_state_dict(tensors)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, LongtrainError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ArtifactError(f"{folder} cannot be read: {said}; export it again, or copy it whole") from None
-    about = {"format": FORM, "trained_by": "longtrain", "folder": folder.name}
-    return Imported(vars(config), tensors, sketch, about)
+        return config, tensors
+
+    return read_written(folder, FORM, trained_by, RECORD, (ROWS,), build)
 
 
 def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -> list[str]:
-    """Read a folder as `peft` does, and compare its facts with a target.
+    """Read a folder with `peft`, and compare its sizes with a target's.
 
     Raises:
         ArtifactError: see `read_folder`.
@@ -127,7 +113,7 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
 
 
 def _peft() -> ModuleType:
-    """The package `peft`.
+    """Import the package `peft`.
 
     Raises:
         ConfigError: it is not installed.
@@ -135,17 +121,15 @@ def _peft() -> ModuleType:
     try:
         import peft
     except ImportError:
-        raise ConfigError(
-            f"format={FORM} needs the package peft; run: pip install 'longtrain[peft]'"
-        ) from None
+        raise missing_package(f"format={FORM}", "peft") from None
     return peft
 
 
 def _config(peft: ModuleType, folder: Path, config: Config) -> Config:
-    """The settings of the module, with rank, alpha and linears as `adapter_config.json` has them now.
+    """Return the module's settings, with rank, alpha and linears from the current `adapter_config.json`.
 
     Raises:
-        ValueError: an option of peft that LookaheadKV's rows do not compute, such as DoRA.
+        ValueError: an option of peft that LookaheadKV does not support, such as DoRA.
     """
     if not (folder / ADAPTER).is_file():
         raise ValueError(f"{ADAPTER} is missing")
@@ -163,10 +147,10 @@ def _config(peft: ModuleType, folder: Path, config: Config) -> Config:
 
 
 def _lora(peft: ModuleType, folder: Path) -> dict[str, Tensor]:
-    """A and B of every linear, by their names in `LookaheadKV`.
+    """Return A and B of every linear, under their names in `LookaheadKV`.
 
     Raises:
-        ValueError: the file is missing; peft would look for it on the Hub.
+        ValueError: the file is missing (peft would search for it on the Hub).
     """
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{WEIGHTS} is missing")
@@ -175,14 +159,14 @@ def _lora(peft: ModuleType, folder: Path) -> dict[str, Tensor]:
 
 
 def _idle(key: str, info: TargetInfo) -> bool:
-    """Whether a tensor is the LoRA of the last layer behind its attention scores, which nothing reads."""
+    """Return True for LoRA of the last layer that does not affect its attention scores, and so is unused."""
     last = f"layers.{info.n_layers - 1}."
     return key.startswith((f"{last}mlp.", f"{last}self_attn.o_proj."))
 
 
 def _card(name: str, info: TargetInfo) -> str:
-    """The README.md of a folder."""
-    target = Path(info.name).name if Path(info.name).is_dir() else info.name or "TARGET"
+    """Return the README.md of a folder."""
+    target = shown_target(info)
     return f"""---
 tags: [lookaheadkv, kv-cache-eviction, lora, longtrain]
 library_name: peft

@@ -11,10 +11,10 @@ FORMATS = ("peft",)
 """Formats of other tools that `export format=` writes."""
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Linears of a decoder layer that LoRA may be added to."""
+"""Linears of a decoder layer that may have LoRA."""
 
 ADAPTIVE = (False, "heads", "layers")
-"""Whether budgets are the same for all heads, or shared among the heads of a layer or of all layers."""
+"""Budgets: the same for every head (False), or shared among the heads of a layer or of all layers."""
 
 _SETS = {"all": LINEARS, "qv": ("q", "v"), "none": ()}
 
@@ -49,7 +49,7 @@ class Config:
         check_adaptive(self.adaptive, "method.adaptive")
 
     def linears(self) -> tuple[str, ...]:
-        """The linears that have LoRA, in the order of `LINEARS`.
+        """Return the linears that have LoRA, in the order of `LINEARS`.
 
         Raises:
             ConfigError: `lora_targets` names something else.
@@ -66,11 +66,11 @@ def check_adaptive(value: Any, key: str) -> None:
     """Check that a value is one of `ADAPTIVE`.
 
     Args:
-        value: as typed; 0 is no false here.
-        key: what it was typed for.
+        value: the value as typed; 0 does not count as false.
+        key: its key, for the message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if value not in ADAPTIVE or (value == 0 and value is not False):
         raise wrong(key, value, ", ".join(str(way).lower() for way in ADAPTIVE))

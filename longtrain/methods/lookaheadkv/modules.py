@@ -1,7 +1,7 @@
-"""What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through; those rows as a batch.
+"""The parameters of LookaheadKV: lookahead embeddings, and LoRA that applies only to the lookahead tokens.
 
-Shapes: P prompts, M lookahead tokens, N = P * M rows, L layers, E hidden dim or inputs of a linear, O outputs
-of linears of one input, R LoRA rank times those of them that have LoRA.
+Shapes: P prompts, M lookahead tokens, N = P * M, L layers, E hidden dim or inputs of a linear, O outputs
+of linears of one input, R LoRA rank times the number of those that have LoRA.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 STD = 0.02
-"""The spread of fresh soft tokens until the target's own embeddings are known."""
+"""Standard deviation of new lookahead embeddings until the target's own embeddings are known."""
 
 
 class LookaheadKV(nn.Module):
-    """Trainable tensors only; they are fp32 in training, whatever the target computes in.
+    """Trainable tensors only; they are fp32 in training, whatever dtype the target computes in.
 
-    The last layer gives nothing but scores, so its o, gate, up and down have no LoRA at all, and that of its
-    v is held (in PEFT's names, as a buffer) but not trained.
+    Of the last layer only the scores are needed, so its o, gate, up and down have no LoRA at all, and that of
+    its v is stored (under PEFT's name, as a buffer) but not trained.
 
     Args:
         config: hyperparameters.
         info: the target's shapes.
 
     Source: LookaheadKV §3.1; §4.1 for rank, scale and size.
-    Note: initial values are not published. Soft tokens are normal with the spread of the target's embeddings,
+    Note: initial values are not published. Embeddings are normal with the standard deviation of the target's,
         A is Kaiming-uniform and B zero, as in PEFT.
     """
 
@@ -54,7 +54,7 @@ class LookaheadKV(nn.Module):
         self._sizes = sizes(info)
         self._plan: tuple[list[_Group], list[Tensor]] | None = None
         self.fresh = True
-        """False once weights were loaded: they must not be scaled then."""
+        """False once weights were loaded, so that they are not rescaled."""
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
         nn.init.normal_(self.lookahead_embeddings, std=config.init_std or STD)
         names = [name for group in GROUPS.values() for name in group]
@@ -75,7 +75,7 @@ class LookaheadKV(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     def adapters(self, dtype: torch.dtype) -> list[Lora]:
-        """The LoRA for `SuffixRun`, cast and scaled; gradients flow back into the parameters."""
+        """Return the LoRA for `SuffixRun`, cast and scaled; gradients flow back into the parameters."""
         if self._plan is None:
             self._plan = self._planned()
         groups, tensors = self._plan
@@ -83,7 +83,7 @@ class LookaheadKV(nn.Module):
         return [Lora(group.key, group.layers, next(pieces), next(pieces)) for group in groups]
 
     def _planned(self) -> tuple[list[_Group], list[Tensor]]:
-        """What `adapters` needs of the modules: looking hundreds of them up takes the host milliseconds."""
+        """Collect the tensors for `adapters` once: looking up hundreds of modules takes milliseconds."""
         groups: list[_Group] = []
         tensors: list[Tensor] = []
         last = len(self.layers) - 1
@@ -103,12 +103,12 @@ class LookaheadKV(nn.Module):
 
     @torch.no_grad()
     def scale_embeddings(self, std: float) -> None:
-        """Give fresh soft tokens the spread `std`."""
+        """Rescale new lookahead embeddings to the standard deviation `std`."""
         self.lookahead_embeddings.mul_(std / STD)
 
 
 class _Matrix(nn.Module):
-    """One weight, trained or only held."""
+    """One weight matrix, as a parameter or as a buffer."""
 
     weight: Tensor
 
@@ -136,7 +136,7 @@ class _Adapter(nn.Module):
 
 
 def sizes(info: TargetInfo) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of each linear of a decoder layer, by its Hugging Face name."""
+    """Return the outputs and inputs of each linear of a decoder layer, by its Hugging Face name."""
     hidden, inner = info.hidden_size, info.intermediate_size
     heads, kv = info.n_heads * info.head_dim, info.n_kv_heads * info.head_dim
     return {
@@ -151,20 +151,20 @@ def sizes(info: TargetInfo) -> dict[str, tuple[int, int]]:
 
 
 def _find(layer: nn.Module, name: str) -> Any:
-    """The adapter of that linear; None: it has none."""
+    """Return the adapter of that linear, or None if it has none."""
     part, leaf = name.split(".")
     return getattr(getattr(layer, part, None), leaf, None)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """LoRA of linears of one input, in all layers where they are alike.
+    """LoRA of linears that share an input, in all layers where the same linears have it.
 
     Args:
-        key: of `GROUPS`.
+        key: a key of `GROUPS`.
         layers: those layers.
         outputs: O.
-        rows: of each linear that has LoRA, its place in the outputs.
+        rows: of each linear that has LoRA, its range in the outputs.
     """
 
     key: str
@@ -173,16 +173,16 @@ class _Group:
     rows: tuple[slice, ...]
 
     def blocks(self, b_LOR: Tensor, rank: int) -> list[Tensor]:
-        """The B of each linear, [L, out, rank]."""
+        """Return the B of each linear, [L, out, rank], as views."""
         return [b_LOR[:, rows, i * rank : (i + 1) * rank] for i, rows in enumerate(self.rows)]
 
 
 class _Cast(torch.autograd.Function):
-    """Hundreds of small matrices as stacks of another type, and the stacks' gradients as theirs.
+    """Stacks hundreds of small matrices in another dtype, and splits the stacks' gradients again.
 
-    An autograd node for each of them would take the host longer than the device needs for a step's rows. The
-    inputs are, group by group, the A layer by layer, then the B linear by linear; the outputs are a_LRE and
-    b_LOR of each group.
+    One autograd node per matrix would take the host longer than the device needs for a step. The inputs are,
+    group by group, the A layer by layer, then the B linear by linear; the outputs are a_LRE and b_LOR of each
+    group.
     """
 
     @staticmethod
@@ -194,6 +194,7 @@ class _Cast(torch.autograd.Function):
         for group in groups:
             L, linears = len(group.layers), len(group.rows)
             a = torch.cat([next(given) for _ in range(L * linears)]).to(dtype)
+            # b is block-diagonal: a linear's outputs read only its own `rank` inputs
             b_LOR = a.new_zeros(L, group.outputs, ctx.rank * linears)
             for block in group.blocks(b_LOR, ctx.rank):
                 block.copy_(torch.stack([next(given) for _ in range(L)]).mul_(scale))
@@ -214,19 +215,19 @@ def _loaded(module: nn.Module, _incompatible: object) -> None:
     module.fresh = False  # type: ignore[assignment]
 
 
-def lookahead_rows(
+def lookahead_tokens_of(
     module: LookaheadKV, keys: Sequence[tuple[int, int]], seqs: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Span]]:
-    """Inputs, positions and spans for `SuffixRun`.
+    """Build the inputs, positions and spans of the lookahead tokens for `SuffixRun`.
 
     Args:
         module: the lookahead tokens.
         keys: start and stop of each prompt in its sequence.
-        seqs: the sequence of each.
-        dtype: the type to compute in.
+        seqs: the sequence of each prompt.
+        dtype: dtype to compute in.
 
     Returns:
-        embeds_NE; pos_N on the host, going on where each prompt ends; spans.
+        embeds_NE; pos_N on the host, continuing after each prompt's end; spans.
     """
     M, hidden = module.lookahead_embeddings.shape
     embeds_NE = module.lookahead_embeddings.to(dtype)[None].expand(len(keys), M, hidden).reshape(-1, hidden)

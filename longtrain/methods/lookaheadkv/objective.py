@@ -1,6 +1,6 @@
-"""What LookaheadKV minimises: predicted against true importance, in one prefill and one pass of few rows.
+"""The LookaheadKV training objective: predicted against true importance, in one prefill and one small pass.
 
-Shapes: T tokens of a packed row, P prompts, M lookahead tokens, N = P * M rows, B batch (1), L layers,
+Shapes: T tokens of a packed sequence, P prompts, M lookahead tokens, N = P * M, B batch (1), L layers,
 H query heads, X heads of several layers, E hidden dim.
 """
 
@@ -12,35 +12,35 @@ import torch
 from torch import Tensor
 
 from longtrain.losses import importance_kl
-from longtrain.methods.lookaheadkv.modules import lookahead_rows
+from longtrain.methods.lookaheadkv.modules import lookahead_tokens_of
 from longtrain.methods.lookaheadkv.samples import Truth, moved, positions, prompt_ids
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.samples import Sample, samples
 from longtrain.methods.spec import Loss, Objective
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 from longtrain.targets.suffix import Beside, SuffixRun
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.methods.lookaheadkv.modules import LookaheadKV
     from longtrain.targets.model import Target
 
 
 _TOGETHER = 2**23
-"""Scores of several layers that are compared at once, at most."""
+"""Most scores (of several layers) that are compared at once."""
 
 
 class LookaheadObjective(Objective):
     """KL from the response's attention on the prompt to that of the lookahead tokens.
 
-    Prompt and response go through the target once, without gradients; the lookahead rows of all documents
-    follow as one batch. Gradients flow through those rows alone, which is exact: what a prompt computes does
-    not depend on anything that is trained.
+    Prompt and response go through the target once, without gradients; the lookahead tokens of all documents
+    follow as one batch. Gradients flow through those tokens alone, which is exact: what a prompt computes
+    does not depend on anything that is trained.
 
     Args:
         module: the lookahead tokens and their LoRA.
-        target: frozen.
+        target: the frozen target.
         config: hyperparameters.
 
     Source: LookaheadKV §3.2, Eq. 4; Algorithm 1.
@@ -59,9 +59,10 @@ class LookaheadObjective(Objective):
             self.lr_multipliers = {"lookahead_embeddings": config.embedding_lr_scale}
 
     def forward(self, batch: Batch) -> Loss:
-        """The sum over documents with labels of their KL, a mean over layers and query heads.
+        """Return the sum over documents with labels of their KL, a mean over layers and query heads.
 
-        Figures, by document: `loss`; `kl` where the loss holds more; and out of training those of `Ranking`.
+        Metrics, by document: `loss`; `kl` if the loss has further terms; and in validation those of
+        `Ranking`.
 
         Raises:
             DataError: a response without a prompt.
@@ -73,7 +74,10 @@ class LookaheadObjective(Objective):
             return self._loss(batch, found)
 
     def _nothing(self, batch: Batch) -> Loss:
-        """The loss of a row without labels; in a sharded target it goes through the layers as others do."""
+        """Return the loss of a sequence without labels, which is 0.
+
+        A sharded target has to run all the same, since its layers communicate with the other ranks.
+        """
         zero = torch.zeros((), device=batch.ids_T.device)
         if self.target.shards is None:
             nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=zero)
@@ -93,10 +97,10 @@ class LookaheadObjective(Objective):
             mixed_T = moved(_longer(found, len(batch.ids_T), config.suffix_window), device)
         divergence = _Divergence(config, prompt_T, len(found))
         keys = [(sample.start, sample.prompt) for sample in found]
-        embeds_NE, pos_N, spans = lookahead_rows(self.module, keys, [0] * len(keys), self.target.dtype)
+        embeds_NE, pos_N, spans = lookahead_tokens_of(self.module, keys, [0] * len(keys), self.target.dtype)
         adapters = self.module.adapters(self.target.dtype)
         rows = SuffixRun(self.target, embeds_NE, moved(pos_N, device), spans, adapters)
-        grads = torch.is_grad_enabled()  # here; the prefill runs without
+        grads = torch.is_grad_enabled()  # taken here, since the prefill runs without gradients
 
         def each(layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
             with torch.set_grad_enabled(grads):
@@ -111,29 +115,32 @@ class LookaheadObjective(Objective):
         beside = Beside(self.target)
         scale = info.head_dim**-0.5
         truth = Truth(found, scale, then=each, beside=beside, windows=windows, device=device)
-        # Layer by layer behind the prompt: the host launches the rows' operators while the device is busy.
+        # The lookahead tokens follow layer by layer: the host launches their operators while the device is
+        # busy.
         self._prefill(batch, truth)
         beside.join()
         kl, narrow = divergence.means()
         documents = torch.full((), len(found), device=device)
-        figures = {} if ranking is None else ranking.figures()
+        metrics = {} if ranking is None else ranking.metrics()
         total = kl
         if narrow is not None:
             total = kl + config.budget_weight * narrow
-            figures["kl"] = (kl.detach(), documents)
-        figures["loss"] = (total.detach(), documents)
-        return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
+            metrics["kl"] = (kl.detach(), documents)
+        metrics["loss"] = (total.detach(), documents)
+        return Loss(total, sum(sample.stop - sample.prompt for sample in found), metrics)
 
     @torch.no_grad()
     def _prefill(self, batch: Batch, truth: Truth) -> None:
-        """Prompts and responses through the target, as far as the last layer's K and V."""
+        """Run prompts and responses through the target, up to the last layer's K and V."""
         pos_T = moved(positions(batch.bounds), batch.ids_T.device)
         last = self.target.info.n_layers - 1
-        self.target.packed(batch.ids_T, pos_T, batch.bounds, Want("none", stop_at_layer=last), watch=truth)
+        self.target.packed(
+            batch.ids_T, pos_T, batch.bounds, OutputRequest("none", stop_at_layer=last), hook=truth
+        )
 
 
 class _Divergence:
-    """KL of layer after layer; those of several short rows are computed together, since each costs launches.
+    """Accumulates the KL over layers; short sequences' layers are computed together to save launches.
 
     Args:
         config: hyperparameters.
@@ -149,13 +156,13 @@ class _Divergence:
         self._narrow: list[Tensor] = []
 
     def add(self, pred_HT: Tensor, true_HT: Tensor) -> None:
-        """Take in one layer."""
+        """Add one layer."""
         self._waiting.append((pred_HT, true_HT))
         if (len(self._waiting) + 1) * pred_HT.numel() > _TOGETHER:
             self._flush()
 
     def means(self) -> tuple[Tensor, Tensor | None]:
-        """Sums over prompts, means over layers and heads: of all tokens, and over the budgets' best ones."""
+        """Return sums over prompts, means over layers and heads: of all tokens, and of the budgets' best."""
         self._flush()
         whole = torch.stack(self._whole).sum() / self._heads
         if not self._narrow:
@@ -179,7 +186,7 @@ class _Divergence:
 
 
 def _longer(found: list[Sample], tokens: int, window: int) -> Tensor:
-    """Which tokens are of a prompt longer than the window, on the host."""
+    """Return a mask of the tokens that belong to a prompt longer than the window, on the host."""
     inside_T = torch.zeros(tokens, dtype=torch.bool)
     for sample in found:
         inside_T[sample.start : sample.prompt] = sample.length > window

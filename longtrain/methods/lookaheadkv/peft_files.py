@@ -1,4 +1,4 @@
-"""The module in the format of `peft`, for other tools; longtrain itself never reads these files."""
+"""Writes the module in the format of `peft` for other tools; longtrain itself never reads these files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ EMBEDDINGS = "lookahead_embeddings"
 
 
 def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> dict[str, bytes]:
-    """Files by their path in the artifact's folder.
+    """Return the files by their path in the artifact's folder.
 
-    `adapter_config.json` and `adapter_model.safetensors` are a LoRA that `peft` loads (where there is any):
+    `adapter_config.json` and `adapter_model.safetensors` are a LoRA that `peft` loads (if there is any):
     every layer has all of its target modules, zeros in the last layer where nothing is trained. It is meant
-    for the lookahead rows alone; merged into the model it would change what every token computes.
-    `lookahead_embeddings.safetensors` holds the soft tokens, `longtrain_eviction.json` how they are used.
+    for the lookahead tokens alone; merged into the model it would change what every token computes.
+    `lookahead_embeddings.safetensors` has the soft tokens, `longtrain_eviction.json` the settings for using
+    them.
 
     Args:
         tensors: the module's state, by name.

@@ -1,6 +1,6 @@
-"""Eviction by lookahead tokens: a few rows over the prompt's cache, then the best rows of each head.
+"""Eviction by lookahead tokens: they attend to the prompt's cache, and the best entries of each head stay.
 
-Shapes: L layers, B prompts, M lookahead tokens, N = B * M rows, S prompt slots, H query heads, G KV heads,
+Shapes: L layers, B prompts, M lookahead tokens, N = B * M, S prompt positions, H query heads, G KV heads,
 E hidden dim, D head dim.
 """
 
@@ -18,31 +18,32 @@ from longtrain.decoding.observe import LastQueries
 from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
-from longtrain.methods.lookaheadkv.modules import lookahead_rows
+from longtrain.methods.lookaheadkv.modules import lookahead_tokens_of
 from longtrain.methods.lookaheadkv.samples import moved
 from longtrain.targets.suffix import Beside, SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.methods.lookaheadkv.modules import LookaheadKV
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import AttentionHook
     from longtrain.targets.model import Target
 
 
 class LookaheadEvictor:
-    """Keeps what the lookahead tokens attend to (`decoding.evict.Evictor`).
+    """Keeps the KV entries that the lookahead tokens attend to most (`decoding.evict.Evictor`).
 
-    The prompt's own computation is not touched: the rows read its cache and leave nothing in it.
+    The prompt's own computation is unchanged: the lookahead tokens read its cache and write nothing to it.
 
     Args:
         module: lookahead tokens and LoRA, in the target's dtype and on its device.
         target: the frozen model.
         config: hyperparameters.
-        budget: rows kept of each layer and KV head; on average where budgets are adaptive.
+        budget: entries kept of each layer and KV head; on average if budgets are adaptive.
         adaptive: one of `config.ADAPTIVE`.
 
     Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
-    Note: adaptive budgets are not the paper's; scores of each head are then shares of its mass on the prompt.
+    Note: adaptive budgets are not the paper's; scores of each head are then normalised to sum to 1 over the
+        prompt.
     """
 
     name = "lookaheadkv"
@@ -66,27 +67,27 @@ class LookaheadEvictor:
 
     @property
     def kernel(self) -> int:
-        """Slots of the max-pool, for policies that wrap this one (Ada-KV)."""
+        """Width of the max-pool, for policies that wrap this one (Ada-KV)."""
         return self.config.pool_kernel
 
     def with_budget(self, budget: Budget) -> LookaheadEvictor:
-        """The same with another budget."""
+        """Return a copy with another budget."""
         other = copy.copy(self)
         other.budget = budget
         return other
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: none."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return 0: nothing is added to the cache (see `Evictor`)."""
         return 0
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """See `Evictor`: the lookahead rows, which follow the prompts layer by layer; None where all fit."""
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        """Return the observer that runs the lookahead tokens layer by layer; None if every prompt fits."""
         if self._fits(lengths) and not self.config.suffix_window:
             return None
-        return LookaheadRows(self, lengths)
+        return LookaheadTokens(self, lengths)
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
-        """See `Evictor`; `scores` are those of this run where they are known already."""
+        """Choose the entries to keep (see `Evictor`), by `scores` if they are known already."""
         if self._fits(run.lengths):
             return None
         s_LBGS = self.scores(run) if scores is None else scores
@@ -101,22 +102,23 @@ class LookaheadEvictor:
 
     @torch.no_grad()
     def scores(self, run: PromptRun) -> Tensor:
-        """Importance of every prompt token, s_LBGS in fp32, reduced over query heads and not pooled.
+        """Return the importance of every prompt token, s_LBGS in fp32, reduced over query heads, not pooled.
 
-        The rows ran along with the prefill where it was watched; else they go through the cache now.
+        The lookahead tokens ran along with the prefill if it was observed; else they go through the cache
+        now.
 
         Raises:
-            ConflictError: a suffix window is wanted and the prefill was not watched.
+            ConflictError: a suffix window is configured and the prefill was not observed.
         """
-        if isinstance(run.watched, LookaheadRows):
+        if isinstance(run.watched, LookaheadTokens):
             run.watched.beside.join()
             return torch.stack(run.watched.scores)
         if self.config.suffix_window:
             raise ConflictError(
                 f"suffix_window={self.config.suffix_window} needs the prefill's last queries, and nothing "
-                "watched them; run it through Engine.generate"
+                "observed them; run it through Engine.generate"
             )
-        rows, longest = LookaheadRows(self, run.lengths), max(run.lengths)
+        rows, longest = LookaheadTokens(self, run.lengths), max(run.lengths)
         for layer in range(self.target.info.n_layers):
             k_BTGD, v_BTGD = run.cache.prefix(layer)
             rows.step(k_BTGD[:, :longest], v_BTGD[:, :longest])
@@ -126,11 +128,11 @@ class LookaheadEvictor:
         return all(length <= self.budget.of(length) for length in lengths)
 
 
-class LookaheadRows:
-    """The lookahead rows of a batch of prompts, a layer behind the prefill (`target.attention.Watch`).
+class LookaheadTokens:
+    """Runs the lookahead tokens of a batch of prompts along with the prefill (an `AttentionHook`).
 
     Args:
-        evictor: the evictor whose rows they are.
+        evictor: the evictor that they belong to.
         lengths: prompt tokens, on the host.
     """
 
@@ -142,7 +144,7 @@ class LookaheadRows:
         self._recent = LastQueries(lengths, window) if window else None
         keys = [(0, length) for length in lengths]
         with torch.no_grad():
-            embeds_NE, pos_N, spans = lookahead_rows(module, keys, range(len(keys)), target.dtype)
+            embeds_NE, pos_N, spans = lookahead_tokens_of(module, keys, range(len(keys)), target.dtype)
             pos_N = moved(pos_N, embeds_NE.device)
             self._run = SuffixRun(target, embeds_NE, pos_N, spans, evictor.adapters)
         self.beside = Beside(target)
@@ -151,21 +153,21 @@ class LookaheadRows:
 
     @torch.no_grad()
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See one layer of the prefill."""
+        """Process one layer of the prefill."""
         if self._recent is not None:
             self._recent(layer, q_BHTD, k_BGTD, v_BGTD)
         k_BTGD, v_BTGD = k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2)
         self.beside.run(lambda: self.step(k_BTGD, v_BTGD), k_BGTD, v_BGTD)
 
     def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
-        """Take the rows through the next layer of the prompts."""
+        """Run the lookahead tokens through the next layer, given the prompts' keys and values."""
         s_BHT = self._run.step(k_BTGD, v_BTGD)
         if self._recent is not None:
             s_BHT = self._mixed(self._recent, s_BHT, k_BTGD)
         self.scores.append(reduce_heads(s_BHT, self._n_kv_heads, self._heads))
 
     def _mixed(self, recent: LastQueries, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
-        """Half of each: the lookahead rows' scores and the last queries'; short prompts stay as they are.
+        """Average the lookahead tokens' scores and the last queries'; short prompts are unchanged.
 
         Source: LookaheadKV, Appendix E.2 and Table 7.
         """

@@ -1,6 +1,6 @@
-"""Places of prompts in a packed row, and the true importance of their tokens.
+"""Prompts of a packed sequence, and the true importance of their tokens.
 
-Shapes: T tokens of a packed row, P prompts, N observing rows, B batch (1), H query heads, G KV heads,
+Shapes: T tokens of a packed sequence, P prompts, N observing queries, B batch (1), H query heads, G KV heads,
 D head dim.
 """
 
@@ -19,12 +19,12 @@ from longtrain.targets.suffix import Beside
 
 
 def positions(bounds: tuple[int, ...]) -> Tensor:
-    """Positions that restart with each document, int64 on the host."""
+    """Return positions that restart with each document, int64 on the host."""
     return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
 
 
 def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
-    """The prompt that each token of the row belongs to, `len(found)` for the others; on the host."""
+    """Return the number of the prompt that each token belongs to, `len(found)` for none; on the host."""
     ids_T = torch.full((tokens,), len(found), dtype=torch.int64)
     for number, sample in enumerate(found):
         ids_T[sample.start : sample.prompt] = number
@@ -32,17 +32,17 @@ def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
 
 
 def moved(host: Tensor, device: torch.device) -> Tensor:
-    """A small host tensor on the device; the host does not wait for what the device is doing."""
+    """Copy a small host tensor to the device without synchronising with it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class ObserverRows:
-    """Rows of a packed row, and the prompts whose keys they see besides their own.
+    """Observing queries of a packed sequence, and the prompts whose keys they see besides their own.
 
     Args:
-        rows: start and stop of each prompt's observing rows, in the packed row.
+        rows: start and stop of each prompt's observing queries, in the packed sequence.
         keys: start and stop of the keys before them.
-        device: the device that the row is on.
+        device: device of the packed sequence.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ObserverRows:
         self._rows_N = moved(torch.cat([torch.arange(*pair) for pair in rows]), device)
 
     def scores(self, q_BHTD: Tensor, k_BGTD: Tensor, scale: float, *, own: bool = False) -> Tensor:
-        """Importance s_HT that the rows give the keys before them, and with `own` their own; 0 elsewhere."""
+        """Return the importance s_HT of the keys before the queries (with `own` theirs too); else 0."""
         q_NHD = q_BHTD[0].transpose(0, 1).index_select(0, self._rows_N)
         own_k_NGD = k_BGTD[0].transpose(0, 1).index_select(0, self._rows_N)
         k_BTGD = k_BGTD.transpose(1, 2)
@@ -68,20 +68,20 @@ class ObserverRows:
 
 
 class Truth:
-    """Watches the one prefill of prompts and responses (`target.attention.Watch`).
+    """Observes the prefill of prompts and responses, and computes the true scores (an `AttentionHook`).
 
-    Each layer's true scores are computed as it passes, and its K and V are handed on at once.
+    Each layer's true scores are computed as it passes, and its K and V are passed on at once.
 
     Args:
-        found: the samples of the row.
-        scale: the scale of the softmax.
-        then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are there.
-        beside: does this work beside the prefill.
-        windows: numbers of last rows of a prompt whose scores are wanted too (SnapKV's).
-        device: the device that the row is on.
+        found: the samples of the packed sequence.
+        scale: scale of the softmax.
+        then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are available.
+        beside: runs this work beside the prefill.
+        windows: numbers of last prompt tokens whose scores are needed too (SnapKV's).
+        device: device of the packed sequence.
 
-    Source: LookaheadKV §3.2 (GT forward pass): softmax over the whole causal row, the response's own keys
-        included, then the columns of the prompt.
+    Source: LookaheadKV §3.2 (GT forward pass): softmax over all causal keys, the response's own included, of
+        which then only the prompt's are used.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Truth:
         self.true: list[Tensor] = []
         """s_HT of each layer."""
         self.recent: dict[int, list[Tensor]] = {window: [] for window in self._windows}
-        """The same by so many last rows of each longer prompt, their own columns included."""
+        """Window -> s_HT of each layer by that many last tokens of longer prompts, own keys included."""
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See one layer."""
+        """Process one layer."""
         self._beside.run(lambda: self._see(layer, q_BHTD, k_BGTD, v_BGTD), q_BHTD, k_BGTD, v_BGTD)
 
     def _see(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of LookaheadKV."""
+"""The `MethodSpec` of LookaheadKV: how to build, train and run it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from longtrain.data.config import DataConfig
-from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.errors import ConfigError
+from longtrain.methods.checked import built_for_target, eviction_budget, given_keys, running, trained
 from longtrain.methods.lookaheadkv.adapter import FORMATS
 from longtrain.methods.lookaheadkv.config import Config, check_adaptive
 from longtrain.methods.lookaheadkv.cost import COST
@@ -19,8 +19,7 @@ from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
-from longtrain.methods.spec import MethodSpec, fitted
-from longtrain.targets.info import TargetInfo
+from longtrain.methods.spec import MethodSpec
 from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive")
@@ -32,55 +31,36 @@ with LookaheadKVPress(artifact="ADDRESS", budget=128)(model):
 ```"""
 
 
-def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """Fresh lookahead tokens and LoRA."""
-    if info is None:
-        raise TargetMismatchError("lookahead tokens are built for a target; pass target.path")
-    return LookaheadKV(config, info)
-
-
 def _objective(module: nn.Module, target: Target | None, config: Config) -> LookaheadObjective:
-    """The objective; soft tokens that were not loaded get the spread of the target's embeddings."""
-    if target is None or not isinstance(module, LookaheadKV):
-        raise TargetMismatchError(
-            "LookaheadKV trains a LookaheadKV module against a target; pass target.path"
-        )
-    if module.fresh and not config.init_std:
+    """Build the objective; new soft tokens get the standard deviation of the target's embeddings."""
+    rows, target = trained(LookaheadKV, module, target)
+    if rows.fresh and not config.init_std:
         weight: torch.Tensor = target.model.model.embed_tokens.weight
         norm = torch.linalg.vector_norm(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        module.scale_embeddings(float(norm) / math.sqrt(weight.numel()))
-    return LookaheadObjective(module, target, config)
+        rows.scale_embeddings(float(norm) / math.sqrt(weight.numel()))
+    return LookaheadObjective(rows, target, config)
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The evictor for an engine, in the target's dtype and on its device (a copy where they differ).
+    """Return the evictor for an engine.
 
     Raises:
         ConfigError: an unknown key, no budget, or one out of range.
     """
-    if not isinstance(module, LookaheadKV):
-        raise TargetMismatchError(f"LookaheadKV runs a LookaheadKV module, not {type(module).__name__}")
-    given = {key: value for key, value in keys.items() if value is not None}
-    if unknown := sorted(set(given) - {*KEYS}):
-        raise ConfigError(f"LookaheadKV has no inference key '{unknown[0]}'; known: {', '.join(KEYS)}")
-    tokens, ratio = given.get("budget_tokens"), given.get("budget_ratio")
-    if tokens is None and ratio is None:
-        raise ConfigError(
-            "LookaheadKV evicts to a budget and was given none; pass evict.budget_tokens=128 or "
-            "evict.budget_ratio=0.1 (in Python: attach(target, budget_tokens=128))"
-        )
+    given = given_keys("LookaheadKV", keys, KEYS)
+    budget = eviction_budget("LookaheadKV", given)
     adaptive = given.get("adaptive", config.adaptive)
     check_adaptive(adaptive, "evict.adaptive")
-    module = fitted(module, target)
-    evictor = LookaheadEvictor(module, target, config, Budget(tokens, ratio), adaptive=adaptive)
+    rows = running(LookaheadKV, module, target)
+    evictor = LookaheadEvictor(rows, target, config, budget, adaptive=adaptive)
     return Parts(evictor=evictor, name="lookaheadkv")
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Check that the data labels the response that the module is to foretell.
+    """Check that the data's labels match the response that the module learns to predict.
 
     Raises:
-        ConfigError: one of the two holds the question and the other does not.
+        ConfigError: one of the two includes the question and the other does not.
     """
     labelled = "question_answer" if data.question == "response" else "answer"
     if labelled != config.response:
@@ -96,7 +76,7 @@ SPEC = MethodSpec(
     config=Config,
     paper="LookaheadKV: Fast and Accurate KV Cache Eviction by Glimpsing into the Future without Generation, "
     "arXiv 2603.10899",
-    build=_build,
+    build=built_for_target(LookaheadKV),
     objective=_objective,
     attach=_attach,
     golden_tokens=lambda config: 128 + config.suffix_window,

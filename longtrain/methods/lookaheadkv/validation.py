@@ -1,6 +1,6 @@
-"""Figures of held-out samples: how the predicted importance ranks a prompt beside the true one, and SnapKV's.
+"""Validation metrics: how well the predicted importance, and SnapKV's, rank a prompt's tokens.
 
-Shapes: T tokens of a packed row, H query heads, G KV heads, S ranked tokens of a prompt.
+Shapes: T tokens of a packed sequence, H query heads, G KV heads, S ranked tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from longtrain.methods.samples import Sample
 
 WINDOW = 32
-"""SnapKV's observing rows. It keeps them in any case, so nobody's ranking of them is compared."""
+"""Number of SnapKV's observing tokens. It always keeps them, so they are excluded from the comparison."""
 
 
 class Ranking:
     """Recall of the true best tokens and Kendall's tau, neither side pooled, over layers and KV heads.
 
-    Recall at k is asked of prompts with more than k ranked tokens alone.
+    Recall at k is computed only for prompts with more than k ranked tokens.
 
     Args:
-        found: the samples of the row.
+        found: the samples of the packed sequence.
         n_kv_heads: G; scores are means over the query heads of a KV head, as in the selection.
 
     Source: LookaheadKV, Table 8 (recall@512, Kendall's tau).
@@ -43,8 +43,8 @@ class Ranking:
 
         Args:
             pred_HT: predicted importance.
-            true_HT: the true one.
-            snapkv: s_HT of the prompts' last rows, or nothing where no prompt is long enough.
+            true_HT: true importance.
+            snapkv: s_HT of the prompts' last tokens, or nothing if no prompt is long enough.
         """
         sides = {"": pred_HT} | ({"snapkv/": snapkv[0]} if snapkv else {})
         true_GT = reduce_heads(true_HT[None], self._heads)[0]
@@ -57,8 +57,8 @@ class Ranking:
                         self._take(f"{prefix}recall@{k}", recall_at(pred_GS, true_GS, k))
                 self._take(f"{prefix}kendall_tau", kendall_tau(pred_GS, true_GS))
 
-    def figures(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name -> (sum, count) over layers, KV heads and prompts; rankings that say nothing are left out."""
+    def metrics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return name -> (sum, count) over layers, KV heads and prompts, without undefined values."""
         return dict(self._sums)
 
     def _take(self, name: str, value_G: Tensor) -> None:
@@ -71,14 +71,15 @@ class Ranking:
 
 
 def ranks(true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
-    """Place of each token in its prompt, 0 the highest score; of equal ones the first stands first.
+    """Return the rank of each token in its prompt, 0 for the highest score; ties in order of position.
 
     Args:
         true_HT: scores.
-        prompt_T: the prompt of each token, `prompts` for those of none (their places mean nothing).
-        prompts: how many there are.
+        prompt_T: the prompt of each token, `prompts` for those of none (whose ranks are meaningless).
+        prompts: number of prompts.
     """
     by_score_HT = true_HT.sort(dim=-1, descending=True, stable=True).indices
+    # a stable sort by prompt after one by score groups the prompts, best token first
     by_prompt_HT = prompt_T[by_score_HT].sort(dim=-1, stable=True).indices
     order_HT = by_score_HT.gather(1, by_prompt_HT)
     size_P = torch.zeros(prompts + 1, dtype=torch.int64, device=prompt_T.device)

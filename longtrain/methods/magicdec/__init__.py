@@ -1,1 +1,1 @@
-"""MagicDec: the target drafts for itself, on its own weights and a small part of its KV cache."""
+"""MagicDec: the target drafts for itself, with its own weights and a small part of its KV cache."""

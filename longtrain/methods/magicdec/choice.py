@@ -1,6 +1,7 @@
-"""Which rows of a prompt a draft keeps for good, told layer by layer while the prompt is read.
+"""Chooses the prompt's KV entries that a draft keeps for good, layer by layer during the prefill.
 
-Shapes: B batch, S prompt tokens, F rows that stay, G KV heads, H query heads, D head dim, N observing rows.
+Shapes: B batch, S prompt tokens, F entries that stay, G KV heads, H query heads, D head dim, N observing
+queries.
 """
 
 from __future__ import annotations
@@ -16,57 +17,57 @@ from longtrain.kernels.importance import importance, suffix_lse
 
 if TYPE_CHECKING:
     from longtrain.methods.magicdec.config import Config
-    from longtrain.methods.magicdec.rows import Layout
+    from longtrain.methods.magicdec.sparse_cache import Layout
 
 
 class Choice(Protocol):
-    """Rows of each sequence and KV head that stay."""
+    """Chooses the KV entries of each sequence and KV head that stay."""
 
     def __call__(self, layer: int, q_BHSD: Tensor, k_BGSD: Tensor) -> Tensor:
-        """Positions fixed_BGF; those beyond a sequence's count mean nothing."""
+        """Return positions fixed_BGF; those beyond a sequence's count are ignored."""
 
 
-class FirstRows:
-    """The first rows: attention sinks.
+class SinkEntries:
+    """Chooses the first tokens: attention sinks.
 
     Args:
         layout: the layout of the prompts.
 
-    Source: StreamingLLM (arXiv 2309.17453) §3.2; the newest rows are every choice's.
+    Source: StreamingLLM (arXiv 2309.17453) §3.2; the newest tokens are part of every choice.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def __call__(self, layer: int, q_BHSD: Tensor, k_BGSD: Tensor) -> Tensor:
-        """See `Choice`."""
+        """Return the first positions for every head (see `Choice`)."""
         B, G, S, _ = k_BGSD.shape
         at_F = torch.arange(max(self.layout.fixed), device=k_BGSD.device).clamp(max=S - 1)
         return at_F.expand(B, G, -1)
 
 
-class ScoredRows:
-    """The rows that the prompt's last ones attend to most, max-pooled, each KV head its own.
+class ScoredEntries:
+    """Chooses the entries that the prompt's last tokens attend to most, max-pooled, for each KV head.
 
     Args:
         layout: the layout of the prompts.
         config: window and kernel.
 
-    Source: SnapKV (arXiv 2404.14469), Algorithm 1, as `evict=snapkv` has it.
+    Source: SnapKV (arXiv 2404.14469), Algorithm 1, as in `evict=snapkv`.
     """
 
     def __init__(self, layout: Layout, config: Config) -> None:
         self.layout, self.config = layout, config
 
     def __call__(self, layer: int, q_BHSD: Tensor, k_BGSD: Tensor) -> Tensor:
-        """See `Choice`."""
+        """Return the highest-scored positions of each head (see `Choice`)."""
         layout = self.layout
         s_BGS = self._scores(layer, q_BHSD, k_BGSD)
         pooled = max_pool(s_BGS[None], layout.lengths, kernel=self.config.kernel)
         return top(pooled, layout.choices, [layout.fixed]).idx_LBGK[0]
 
     def _scores(self, layer: int, q_BHSD: Tensor, k_BGSD: Tensor) -> Tensor:
-        """Mean attention of the last rows and of the heads of a KV head; 0 among those rows."""
+        """Return attention averaged over the last tokens and the heads of a KV head; 0 among those tokens."""
         last = LastQueries(self.layout.lengths, self.config.window)
         last(layer, q_BHSD, k_BGSD, k_BGSD)
         spans = last.spans()

@@ -11,10 +11,10 @@ from longtrain.settings import Count, CountOrZero, Kernel, OneOf, Positive, chec
 
 @dataclass
 class Config:
-    """A draft that is the target itself, on a part of the context (MagicDec, arXiv 2408.11049, §4).
+    """A draft that is the target itself with a part of the KV cache (MagicDec, arXiv 2408.11049, §4).
 
-    The budget is the one that QuantSpec gives these drafts (arXiv 2502.10424, §5): as many bytes as its own
-    4-bit cache has.
+    The default budget is the one in QuantSpec's comparison (arXiv 2502.10424, §5): as many bytes as
+    QuantSpec's 4-bit cache.
     """
 
     policy: Annotated[str, OneOf("streaming_llm", "snapkv")] = "streaming_llm"  # KV entries that the draft
@@ -41,11 +41,11 @@ class Config:
             raise wrong(
                 "method.least_tokens",
                 self.least_tokens,
-                f"{least} or more: the sinks and one row, or twice the window",
+                f"{least} or more: the sinks and one entry, or twice the window",
             )
 
     def newest(self, rows: int) -> int:
-        """How many of a budget of `rows` hold the newest tokens of the text."""
+        """Return how many KV entries of a budget of `rows` are for the newest tokens."""
         if self.policy == "streaming_llm":
             return rows - self.sinks
         return min(self.recent_tokens, rows // 2)

@@ -1,6 +1,6 @@
-"""The draft at work: the target's own steps over a part of the context.
+"""The MagicDec draft: the target's own decoding steps over a part of the context.
 
-Shapes: L layers, B batch, S prompt tokens, T rows, N tree nodes, H query heads, G KV heads, D head dim.
+Shapes: L layers, B batch, S prompt tokens, T tokens, N tree nodes, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.control import CHAINS
-from longtrain.decoding.growth import Level, TreeGrowth, check_chain
+from longtrain.decoding.expansion import Level, TreeExpansion, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.methods.magicdec.choice import Choice, FirstRows, ScoredRows
-from longtrain.methods.magicdec.rows import ROOM, Layout, SparseRows
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.methods.magicdec.choice import Choice, ScoredEntries, SinkEntries
+from longtrain.methods.magicdec.sparse_cache import ROOM, Layout, SparseBuffers
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
@@ -27,69 +27,71 @@ if TYPE_CHECKING:
 
 
 class MagicDecRuntime:
-    """Proposes chains (`decoding.roles.Draft`) and looks on (`decoding.roles.Onlooker`).
+    """Proposes chains (`decoding.roles.Draft`) and observes the target (`decoding.roles.AttentionObserver`).
 
-    It copies what it needs while the target reads the prompts and verifies, so it does not ask what kind of
-    cache the target has: on a quantised cache its own rows are in full precision still, and after eviction it
-    has rows that the target has not.
+    It copies the entries that it needs while the target prefills and verifies, so it works with any kind of
+    target cache: beside a quantised cache its own entries are still in full precision, and after eviction it
+    has entries that the target no longer has.
 
     Args:
         target: drafts for itself.
         config: settings.
 
     Source: MagicDec (arXiv 2408.11049) §4; QuantSpec (arXiv 2502.10424) §5 for the budget.
-    Note: rows of accepted tokens are those that the target computed when it verified them, which costs
-        nothing and leaves no gap where a whole chain is accepted. Positions are those of the text, not of the
+    Note: entries of accepted tokens are those that the target computed when it verified them, which costs
+        nothing and leaves no gap when a whole chain is accepted. Positions are those of the text, not of the
         cache.
     """
 
-    want = Want()
+    outputs = OutputRequest()
 
     def __init__(self, target: Target, config: Config) -> None:
         self.target, self.config = target, config
         self.most = min(ROOM, config.newest(config.least_tokens)) - 1
-        """Most tokens of a chain: it must not overtake itself in the newest rows of the shortest prompt."""
+        """Longest chain: it must not overwrite its own start in the ring buffer of the shortest prompt."""
         self.offers = tuple(widths for widths in CHAINS if len(widths) <= self.most)
-        self.rows: SparseRows | None = None
+        self.rows: SparseBuffers | None = None
         self.cache: KVCache | None = None
         self._reader: _Reader | None = None
         self._nodes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._growth = TreeGrowth()
+        self._expansion = TreeExpansion()
 
-    def watch_prompts(self, lengths: Sequence[int]) -> _Reader:
-        """See `Onlooker`."""
+    def prompt_hook(self, lengths: Sequence[int]) -> _Reader:
+        """Return the observer of the prefill (see `AttentionObserver`)."""
         layout, target = Layout.of(lengths, self.config), self.target
         most = max(layout.rows)
         if self.rows is None or not self.rows.serves(target, len(lengths), most):
             if self.rows is not None:
-                self.rows.arena.free()  # before the memory of the next is taken
+                self.rows.arena.free()  # before the next buffers are allocated
             self.rows = None
-            self.rows = SparseRows(target, len(lengths), most)
+            self.rows = SparseBuffers(target, len(lengths), most)
         self.rows.lay_out(layout)
         choice = (
-            FirstRows(layout) if self.config.policy == "streaming_llm" else ScoredRows(layout, self.config)
+            SinkEntries(layout)
+            if self.config.policy == "streaming_llm"
+            else ScoredEntries(layout, self.config)
         )
         self._reader = _Reader(self.rows, layout, choice)
         return self._reader
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """Look at the target's cache for its length alone, and take what was read after the prompts.
+        """Use the target's cache for its length alone, and store the tokens that followed the prompts.
 
         Raises:
-            ConflictError: the prompts were not seen.
+            ConflictError: the prefill was not observed.
         """
         reader, self._reader = self._reader, None
         if self.rows is None or reader is None or len(reader.seen) != self.target.info.n_layers:
             seen = 0 if reader is None else len(reader.seen)
             raise ConflictError(
                 f"a MagicDec draft saw {seen} of {self.target.info.n_layers} layers of these prompts; hand "
-                "it to `prefill` as onlooker, or run it through Engine.generate"
+                "it to `prefill` as attention_observer, or run it through Engine.generate"
             )
         self.cache = cache
         reader.finish(n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse what is no chain, or a longer one than the newest rows hold (`decoding.roles.Draft`).
+        """Refuse a shape that is no chain, or longer than the ring buffer allows (`decoding.roles.Draft`).
 
         Raises:
             ConfigError: the shape is no chain, or a longer one.
@@ -101,36 +103,36 @@ class MagicDecRuntime:
                 f"allowed: up to {self.most} tokens"
             )
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
         """Draft a chain below the root.
 
         Raises:
-            ConfigError: a shape that is no chain, or a longer one than the newest rows hold.
+            ConfigError: a shape that is no chain, or longer than the ring buffer allows.
             ConflictError: called before `start`.
         """
         rows, cache = self._state()
         self.check_shape(shape)
         view = rows.restart(cache.len_B)
-        pos_JB = cache.len_B + self._growth.depths(shape, root_B.device)[:, None]
+        pos_JB = cache.len_B + self._expansion.depths(shape, root_B.device)[:, None]
 
         def logits_of(level: Level) -> Tensor:
-            step_rows = Rows(pos_JB[level.depth, :, None], level.tokens_BM)
-            out = self.target.forward(step_rows, view, want=Want("last"))
+            step_rows = TokenBatch(pos_JB[level.depth, :, None], level.tokens_BM)
+            out = self.target.forward(step_rows, view, outputs=OutputRequest("last"))
             view.commit(None, rows.one_B)
             assert out.logits_BTV is not None
             return out.logits_BTV
 
-        return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
+        return self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
 
-    def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See `Onlooker`."""
+    def on_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Record one layer's keys and values of the tree nodes (see `AttentionObserver`)."""
         self._nodes[layer] = (k_BGTD, v_BGTD)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Take the accepted nodes' rows, as the target computed them.
+        """Store the accepted nodes' entries, as the target computed them.
 
         Raises:
-            ConflictError: called before `start`, or nobody showed it the nodes.
+            ConflictError: called before `start`, or the verification was not observed.
         """
         rows, cache = self._state()
         if len(self._nodes) != self.target.info.n_layers:
@@ -143,29 +145,29 @@ class MagicDecRuntime:
         self._nodes = {}
 
     def bytes(self) -> int:
-        """Bytes of its rows: a share of the prompt's, whatever is generated."""
+        """Return the bytes of its entries: a share of the prompt's, independent of the generated length."""
         return 0 if self.rows is None else self.rows.bytes()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The rows' buffers and counts."""
+        """Return the buffers and counts of its entries."""
         return () if self.rows is None else self.rows.tensors()
 
-    def _state(self) -> tuple[SparseRows, KVCache]:
+    def _state(self) -> tuple[SparseBuffers, KVCache]:
         if self.rows is None or self.cache is None:
             raise ConflictError("a MagicDec draft was asked before start(); run it through Engine.generate")
         return self.rows, self.cache
 
 
 class _Reader:
-    """Sees the prompts, and then what is read after them (a `Watch`).
+    """Observes the prompts, and then the tokens that are prefilled after them (an `AttentionHook`).
 
     Args:
-        rows: take the prompts.
+        rows: buffers that the prompts are stored in.
         layout: the layout of the prompts.
-        choice: chooses the rows that stay.
+        choice: chooses the entries that stay.
     """
 
-    def __init__(self, rows: SparseRows, layout: Layout, choice: Choice) -> None:
+    def __init__(self, rows: SparseBuffers, layout: Layout, choice: Choice) -> None:
         self.rows, self.choice = rows, choice
         self.seen: set[int] = set()
         device = rows.one_B.device
@@ -174,7 +176,7 @@ class _Reader:
         self._after: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """See `Onlooker.watch_prompts`."""
+        """Store a layer's entries of the prompts, or record those of later tokens (`AttentionObserver`)."""
         if layer in self.seen:
             self._after[layer] = (k_BGTD, v_BGTD)
             return
@@ -182,7 +184,7 @@ class _Reader:
         self.rows.read(layer, k_BGTD, v_BGTD, self.choice(layer, q_BHTD, k_BGTD), self._count_B)
 
     def finish(self, n_B: Tensor) -> None:
-        """Texts are `n_B` long: take their newest tokens after the prompts."""
+        """Store the newest of the tokens after the prompts; sequences are now `n_B` long."""
         if not self._after:
             return
         k_LBGTD, v_LBGTD = _stacked(self._after)
@@ -193,6 +195,6 @@ class _Reader:
 
 
 def _stacked(by_layer: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all layers, each one tensor."""
+    """Stack keys and values of all layers, each to one tensor."""
     keys, values = zip(*(by_layer[layer] for layer in sorted(by_layer)), strict=True)
     return torch.stack(keys), torch.stack(values)

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of MagicDec."""
+"""The `MethodSpec` of MagicDec: its parts for an engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError
 from longtrain.methods import target_cache
+from longtrain.methods.checked import given_keys
 from longtrain.methods.magicdec.config import Config
 from longtrain.methods.magicdec.runtime import MagicDecRuntime
 from longtrain.methods.spec import MethodSpec
@@ -16,9 +16,8 @@ from longtrain.targets.model import Target
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The draft, and a cache if one is asked for."""
-    if keys:
-        raise ConfigError(f"MagicDec takes no inference keys; got: {', '.join(keys)}")
+    """Return the draft, and a cache if `config` asks for one."""
+    given_keys("MagicDec", keys)
     parts = Parts(draft=MagicDecRuntime(target, config), name=f"magicdec {config.policy}")
     return target_cache.with_cache(parts, config.cache, target)
 
@@ -29,5 +28,5 @@ SPEC = MethodSpec(
     paper="MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with Speculative "
     "Decoding, arXiv 2408.11049",
     attach=_attach,
-    cache_law=target_cache.cache_law,
+    text_settings=target_cache.text_settings,
 )

@@ -1,4 +1,4 @@
-"""Eviction policies without a trained part; looked up by name, imported when asked for."""
+"""Eviction policies without a trained part, found by name and imported on demand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES = {
 
 
 def policy_class(name: str) -> type[BasePolicy]:
-    """The policy's dataclass; its fields beside `budget` are its options.
+    """Return a policy's dataclass; its fields beside `budget` are its options.
 
     Raises:
         ConfigError: no such policy.
@@ -44,11 +44,11 @@ def policy_class(name: str) -> type[BasePolicy]:
 
 
 def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
-    """A policy with a budget.
+    """Build a policy with a budget.
 
     Args:
         name: a key of `POLICIES`.
-        budget: rows to keep.
+        budget: number of KV entries to keep.
         options: fields of the policy's dataclass.
 
     Raises:
@@ -58,13 +58,13 @@ def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
 
 
 def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = "evict") -> BasePolicy:
-    """Make a policy as `get` does, from options that were typed, whatever their names.
+    """Build a policy as `get` does, from typed options that may have any names.
 
     Args:
         name: a key of `POLICIES`.
-        budget: rows to keep.
+        budget: number of KV entries to keep.
         options: fields of the policy's dataclass; not the budget.
-        group: what options are called in messages: `evict.window`.
+        group: prefix of options in messages, as in `evict.window`.
 
     Raises:
         ConfigError: see `get`.

@@ -1,6 +1,6 @@
-"""Ada-KV: any policy's scores, with budgets that move to the heads that want them.
+"""Ada-KV: any policy's scores, with budgets distributed among the heads by need.
 
-Shapes: L layers, B prompts, S prompt slots, G KV heads.
+Shapes: L layers, B prompts, S prompt positions, G KV heads.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from longtrain.errors import ConfigError
 from longtrain.methods.policies import POLICIES, make, policy_class
 from longtrain.methods.policies.base import BasePolicy, Scorer
 from longtrain.settings import Share
-from longtrain.targets.attention import Watch
+from longtrain.targets.attention import AttentionHook
 
 
 class ScoringEvictor(Scorer, Evictor, Protocol):
-    """An evictor that can be wrapped: it chooses by scores."""
+    """An evictor that chooses by scores and can therefore be wrapped."""
 
 
 @dataclass
 class AdaKV(BasePolicy):
-    """A wrapper: the heads of a layer share their budgets, by what the pooled scores of all of them say.
+    """Wraps a policy and distributes a layer's budget among its heads, by the pooled scores of all of them.
 
-    With b = budget - protected rows: the best b rows a head of all heads together are counted per head as c,
-    and a head keeps round(c (1 - floor) + int(b floor)) of its own best rows and the protected ones.
+    With b = budget - protected entries: the best b entries per head of all heads together are counted per
+    head as c, and a head keeps round(c (1 - floor) + int(b floor)) of its own best entries and the protected
+    ones.
 
     Args:
-        over: who gives the scores: the name of a policy that is `wrappable`, or such an evictor
+        over: source of the scores: the name of a policy that is `wrappable`, or such an evictor
             (LookaheadKV's).
         options: options of the policy named by `over`.
         floor: share of the budget that every head keeps.
-        normalise: weigh each head's scores by the share of its mass that its best b rows hold, before heads
-            are compared.
-        across: what shares one budget: the heads of a layer ("heads", the paper) or of all ("layers").
+        normalise: multiply each head's scores by the share of their sum that its best b entries have, before
+            heads are compared.
+        across: scope of one budget: the heads of a layer ("heads", the paper) or of all ("layers").
 
     Raises:
-        ConfigError: what is to be wrapped has no scores that heads can be compared by, or brings budgets of
+        ConfigError: the wrapped policy has no scores that heads can be compared by, or has budgets of
             its own (pyramidkv, kvzip, streaming_llm, adakv); or an option is wrong.
 
     Source: Ada-KV (arXiv 2407.11550), Algorithm 1; `normalise` is that of the authors' code.
-    Note: rounding is that of the authors' code, so the total of those who share a budget may be missed: up to
-        about 1.5 rows a head fewer, or half a row more. "layers" is ours. An evictor says by `kernel` and
-        `protected` (else `window`) how its scores are pooled and how many last rows stay; it needs neither.
+    Note: rounding is that of the authors' code, so the total of a shared budget may be missed: up to about
+        1.5 entries a head fewer, or half an entry more. "layers" is ours. An evictor's optional `kernel` and
+        `protected` (else `window`) decide how its scores are pooled and how many last tokens stay.
     """
 
     name: ClassVar[str] = "adakv"
@@ -69,34 +70,34 @@ class AdaKV(BasePolicy):
 
     @property
     def wrapped(self) -> ScoringEvictor:
-        """The policy that gives the scores."""
+        """The wrapped policy, which gives the scores."""
         found: ScoringEvictor = self.over
         return found
 
     @property
     def scores_depend_on_budget(self) -> bool:
-        """Whether the wrapped policy's do."""
+        """True if the wrapped policy's scores depend on the budget."""
         return bool(getattr(self.wrapped, "scores_depend_on_budget", False))
 
     @property
     def least_budget(self) -> int:
-        """See `BasePolicy`: the wrapped policy's."""
+        """Smallest budget of the wrapped policy (see `BasePolicy`)."""
         return int(getattr(self.wrapped, "least_budget", 1))
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the wrapped policy's."""
-        return self.wrapped.extra_rows(longest)
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions of the wrapped policy (see `Evictor`)."""
+        return self.wrapped.extra_tokens(longest)
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """See `Evictor`: the wrapped policy's."""
-        return self.wrapped.watch(lengths)
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        """Return the observer of the wrapped policy (see `Evictor`)."""
+        return self.wrapped.hook(lengths)
 
     def scores(self, run: PromptRun) -> Tensor | None:
-        """See `Scorer`: the wrapped policy's."""
+        """Return the scores of the wrapped policy (see `Scorer`)."""
         return self.wrapped.scores(run)
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`.
+        """Choose the entries of all heads together (see `BasePolicy`).
 
         Raises:
             ConfigError: the wrapped policy has no scores.
@@ -118,7 +119,7 @@ class AdaKV(BasePolicy):
         )
 
     def with_budget(self, budget: Budget) -> Self:
-        """See `Scorer`; the wrapped policy gets it too."""
+        """Return a copy with another budget, for the wrapped policy too (see `Scorer`)."""
         return replace(self, budget=budget, over=self.wrapped.with_budget(budget))
 
 
@@ -131,7 +132,7 @@ def _refusal(what: object) -> str:
 
 
 def _mass(s_LBGS: Tensor, lengths: Sequence[int], budget: Budget, protected: int) -> Tensor:
-    """Share of a head's mass, without the protected rows, that its best rows hold: [L, B, G, 1]."""
+    """Return the share of a head's scores that its best unprotected tokens have: [L, B, G, 1]."""
     shares = []
     for b, length in enumerate(lengths):
         free_LGS = s_LBGS[:, b, :, : max(1, length - protected)].clamp(min=0)  # NaN came as -inf

@@ -1,6 +1,6 @@
-"""Policies that look at no attention: StreamingLLM (first and newest rows) and random rows.
+"""Policies that use no attention: StreamingLLM (first and newest tokens) and random tokens.
 
-Shapes: L layers, B sequences, G KV heads, S prompt slots.
+Shapes: L layers, B sequences, G KV heads, S prompt positions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class StreamingLLM(BasePolicy):
     """Attention sinks and a sliding window, cut once after the prompt.
 
     Args:
-        sinks: rows at the start of each prompt that stay.
+        sinks: first tokens of each prompt, which stay.
 
     Raises:
         ConfigError: fewer than 0 sinks.
 
     Source: StreamingLLM (arXiv 2309.17453) §3.2.
-    Note: the paper numbers positions within the cache; here rows keep their own, as in later comparisons.
+    Note: the paper numbers positions within the cache; here entries keep their own, as in later comparisons.
     """
 
     sinks: CountOrZero = 4
@@ -37,11 +37,11 @@ class StreamingLLM(BasePolicy):
 
     @property
     def least_budget(self) -> int:
-        """See `BasePolicy`: the sinks."""
+        """Smallest budget, the sinks (see `BasePolicy`)."""
         return max(1, self.sinks)
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`: the later a row, the better."""
+        """Keep the sinks and the newest tokens (see `BasePolicy`)."""
         info, S = run.target.info, max(run.lengths)
         age_S = torch.arange(S, device=run.tokens_BS.device, dtype=torch.float32)
         s_LBGS = age_S.expand(info.n_layers, len(run.lengths), info.n_kv_heads, S)
@@ -50,13 +50,13 @@ class StreamingLLM(BasePolicy):
 
 @dataclass
 class Random(Policy):
-    """Rows drawn evenly, each layer and KV head for itself, plus the last `window` rows.
+    """Tokens drawn uniformly, independently in each layer and KV head, plus the last `window` tokens.
 
     A prompt's draw depends on its tokens and the seed alone: the same in any batch and on any device.
 
     Args:
-        kernel: 1, that is none: draws are not pooled.
-        seed: the seed of the draws.
+        kernel: 1: draws are not pooled.
+        seed: seed of the draws.
     """
 
     name: ClassVar[str] = "random"
@@ -65,7 +65,7 @@ class Random(Policy):
     seed: int = 0
 
     def scores(self, run: PromptRun) -> Tensor:
-        """Even draws from [0, 1): s_LBGS in fp32; 0 beyond a prompt."""
+        """Return uniform draws from [0, 1): s_LBGS in fp32; 0 beyond a prompt."""
         info = run.target.info
         tokens = run.tokens_BS.tolist()
         shape = (info.n_layers, info.n_kv_heads)
@@ -73,6 +73,6 @@ class Random(Policy):
         for seq, length in enumerate(run.lengths):
             text = f"{self.seed}:{tokens[seq][:length]}".encode()
             seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-            coins = torch.Generator().manual_seed(seed)
-            s_LBGS[:, seq, :, :length] = torch.rand(*shape, length, generator=coins)
+            rng = torch.Generator().manual_seed(seed)
+            s_LBGS[:, seq, :, :length] = torch.rand(*shape, length, generator=rng)
         return s_LBGS.to(run.tokens_BS.device)

@@ -1,6 +1,6 @@
-"""What eviction policies share: a budget, and scores that are pooled and cut to it.
+"""Base classes of eviction policies: a budget, and scores that are pooled and cut to it.
 
-Shapes: L layers, B sequences, G KV heads, S prompt slots.
+Shapes: L layers, B sequences, G KV heads, S prompt positions.
 """
 
 from __future__ import annotations
@@ -16,85 +16,85 @@ from longtrain.costs.method import PromptShape
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
 from longtrain.settings import CountOrZero, Kernel, check, wrong
-from longtrain.targets.attention import Watch
+from longtrain.targets.attention import AttentionHook
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """An evictor whose scores can be looked at, and shared by several budgets."""
+    """An evictor whose scores can be inspected, and shared by several budgets."""
 
     name: str
 
     def scores(self, run: PromptRun) -> Tensor | None:
-        """The importance s_LBGS of each prompt token in fp32, not pooled; None where there is none."""
+        """Return the importance s_LBGS of each prompt token in fp32, not pooled; None if there is none."""
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
-        """Choose rows as `Evictor.select` does; `scores` are those of this run if they are known."""
+        """Choose entries as `Evictor.select` does, by `scores` if this run's are known already."""
 
     def with_budget(self, budget: Budget) -> Self:
-        """The same policy with another budget."""
+        """Return a copy with another budget."""
 
 
 @dataclass
 class BasePolicy:
-    """An evictor with a budget that looks at nothing during prefill.
+    """An evictor with a budget that observes nothing during prefill.
 
     Args:
-        budget: rows kept, whatever the policy protects included.
+        budget: number of KV entries kept, protected ones included.
     """
 
     budget: Budget
     name: ClassVar[str] = ""
     wrappable: ClassVar[bool] = False
-    """Whether `AdaKV` may take its scores: heads can be compared by them, and budgets are not its own."""
+    """True if `AdaKV` may use its scores: heads are comparable by them, and it has no own budgets."""
 
     def __post_init__(self) -> None:
         check(self, "evict")
 
     @property
     def least_budget(self) -> int:
-        """Rows below which a budget is refused: those that stay in any case."""
+        """Smallest budget that is accepted: the entries that always stay."""
         return 1
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: none."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return 0: no extra cache positions (see `Evictor`)."""
         return 0
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """See `Evictor`: nothing."""
+    def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
+        """Return None: nothing is observed (see `Evictor`)."""
         return None
 
     def scores(self, run: PromptRun) -> Tensor | None:
-        """See `Scorer`: none."""
+        """Return None: there are no scores (see `Scorer`)."""
         return None
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
-        """See `Scorer`."""
+        """Choose the entries to keep, or None if every prompt fits (see `Scorer`)."""
         if fits(run.lengths, self.budget):
             return None
         return self.choose(run, self.scores(run) if scores is None else scores)
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """Which rows stay; called where at least one prompt is above its budget."""
+        """Choose the entries to keep; called only if at least one prompt is above its budget."""
         raise NotImplementedError
 
     @classmethod
     def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
-        """What the policy adds to the first token, as `costs.method.FirstToken`; nothing is known here."""
+        """Estimate the policy's share of the first token (`costs.method.FirstToken`); empty if unknown."""
         return {}
 
     def with_budget(self, budget: Budget) -> Self:
-        """See `Scorer`."""
+        """Return a copy with another budget (see `Scorer`)."""
         return replace(self, budget=budget)
 
 
 @dataclass
 class Policy(BasePolicy):
-    """Scores, max-pooled, cut to the budget; the last rows of a prompt always stay.
+    """Base of policies whose scores are max-pooled and cut to the budget; a prompt's last tokens stay.
 
     Args:
-        window: rows at the end of each prompt that stay.
-        kernel: slots of the max-pool, odd; 1: off.
+        window: tokens at the end of each prompt that stay.
+        kernel: width of the max-pool, odd; 1: off.
 
     Raises:
         ConfigError: a window below what the policy needs, or a kernel that is even or below 1.
@@ -106,7 +106,7 @@ class Policy(BasePolicy):
 
     @property
     def least_budget(self) -> int:
-        """See `BasePolicy`: the window."""
+        """Smallest budget, the window (see `BasePolicy`)."""
         return max(1, self.window)
 
     def __post_init__(self) -> None:
@@ -115,12 +115,12 @@ class Policy(BasePolicy):
             raise wrong("evict.window", self.window, f"{self.least_window} or more for {self.name}")
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`."""
+        """Pool the scores and keep the best entries and the window (see `BasePolicy`)."""
         assert scores is not None
         pooled = max_pool(scores, run.lengths, kernel=self.kernel)
         return top(pooled, run.lengths, self.budget, protect_last=self.window)
 
 
 def fits(lengths: Sequence[int], budget: Budget) -> bool:
-    """Whether no prompt is above its budget."""
+    """Return True if no prompt is above its budget."""
     return all(length <= budget.of(length) for length in lengths)

@@ -1,6 +1,6 @@
-"""H2O: keep the tokens that all prompt rows together looked at most, and the most recent ones.
+"""H2O: keeps the tokens with the most attention from all prompt tokens together, and the most recent ones.
 
-Shapes: L layers, B prompts, S prompt slots, N rows of a chunk, H query heads, G KV heads, D head dim.
+Shapes: L layers, B prompts, S prompt positions, N queries of a chunk, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from longtrain.settings import Count, Kernel
 
 @dataclass
 class H2O(Policy):
-    """Heavy hitters: the column sums of the whole causal attention matrix, plus the last `window` rows.
+    """Heavy hitters: the column sums of the whole causal attention matrix, plus the last `window` tokens.
 
-    The sums are made while the prompt runs, `chunk` rows at a time, so no S x S matrix is ever stored; every
-    query meets every key once more, which is the method's own O(S^2).
+    The sums are accumulated during the prefill, `chunk` queries at a time, so no S x S matrix is ever stored;
+    every query is multiplied with every key once more, which is the method's own O(S^2).
 
     Args:
-        kernel: 1, that is none: H2O does not pool.
-        chunk: rows whose attention is summed at a time.
+        kernel: 1: H2O does not pool.
+        chunk: queries whose attention is summed at a time.
 
     Source: H2O (https://arxiv.org/abs/2306.14048), section 4, applied once after prefill.
-
-    Note: the sum is not divided by the number of rows that can see a key, as in the paper, so early keys are
-        at an advantage. Query heads of one KV head are averaged, as everywhere here.
+    Note: the sum is not divided by the number of queries that can see a key, as in the paper, so early keys
+        are at an advantage. Query heads of one KV head are averaged, as everywhere here.
     """
 
     name: ClassVar[str] = "h2o"
@@ -42,23 +41,23 @@ class H2O(Policy):
     kernel: Kernel = 1
     chunk: Count = 1024
 
-    def watch(self, lengths: Sequence[int]) -> ColumnSums:
-        """Sums columns layer by layer as the prompts run."""
+    def hook(self, lengths: Sequence[int]) -> ColumnSums:
+        """Return the observer that sums columns layer by layer (see `Evictor`)."""
         return ColumnSums(lengths, self.chunk)
 
     def scores(self, run: PromptRun) -> Tensor:
-        """Column sums s_LBGS in fp32; 0 beyond a prompt."""
+        """Return the column sums s_LBGS in fp32; 0 beyond a prompt."""
         watched = run.watched
         assert isinstance(watched, ColumnSums)
         return watched.scores()
 
 
 class ColumnSums:
-    """A watch that sums, for every key of a prompt, the attention of all the prompt's rows.
+    """Observer that sums, for every key of a prompt, the attention of all the prompt's queries.
 
     Args:
-        lengths: tokens of each prompt; rows beyond them are padding and are not looked at.
-        chunk: rows summed at a time.
+        lengths: tokens of each prompt; queries beyond them are padding and are ignored.
+        chunk: queries summed at a time.
     """
 
     def __init__(self, lengths: Sequence[int], chunk: int) -> None:
@@ -76,6 +75,7 @@ class ColumnSums:
             stops = {b: min(start + self.chunk, n) for b, n in enumerate(self.lengths) if n > start}
             bounds = list(accumulate((stop - start for stop in stops.values()), initial=0))
             spans = [Span(rows, b, (0, start)) for b, rows in zip(stops, pairwise(bounds), strict=True)]
+            # the chunk's queries of all prompts, [B, T, H, D] -> [N, H, D]
             q_NHD = torch.cat([q_BTHD[b, start:stop] for b, stop in stops.items()])
             own_NGD = torch.cat([k_BTGD[b, start:stop] for b, stop in stops.items()])
             lse_NH = suffix_lse(q_NHD, own_NGD, k_BTGD, spans, scale=D**-0.5)
@@ -89,5 +89,5 @@ class ColumnSums:
         self._layers[layer] = reduce_heads(sum_BHT, k_BTGD.shape[2])
 
     def scores(self) -> Tensor:
-        """Sums of all layers: s_LBGS."""
+        """Return the sums of all layers: s_LBGS."""
         return torch.stack([self._layers[layer] for layer in sorted(self._layers)])

@@ -1,6 +1,6 @@
-"""KVzip: what the model needs to repeat its prompt stays.
+"""KVzip: keeps the KV entries that the model needs to repeat its prompt.
 
-Shapes: L layers, B prompts, S prompt slots, N repeat rows of all prompts, H query heads, G KV heads,
+Shapes: L layers, B prompts, S prompt positions, N repeated tokens of all prompts, H query heads, G KV heads,
 D head dim, E hidden dim.
 """
 
@@ -27,23 +27,24 @@ class KVzip(BasePolicy):
     """Context reconstruction: the prompt is repeated, teacher-forced, chunk by chunk.
 
     For each chunk of the prompt the model is asked to repeat it and reads the answer. A key's score is the
-    largest attention that any repeat row of any query head gives it, in a softmax over the first keys
-    (sinks), the chunk's keys and the repeat rows before. The best rows of all layers and heads together stay.
+    largest attention that any repeated token of any query head gives it, in a softmax over the first keys
+    (sinks), the chunk's keys and the repeated tokens before. The best entries of all layers and heads
+    together stay.
 
     Args:
         chunk: prompt tokens repeated at a time.
-        sinks: rows at the start of each prompt that stay.
-        across: what shares one budget: the heads of all layers ("layers", the paper) or of one ("heads").
-        value_norm: weigh attention by |W_O v|, the length of what a key's value adds.
-        row_norm: divide a repeat row's attention by the length of what the layer's attention reads of it.
+        sinks: first tokens of each prompt, which stay.
+        across: scope of one budget: the heads of all layers ("layers", the paper) or of one ("heads").
+        value_norm: multiply attention by |W_O v|, the norm of what a key's value adds.
+        row_norm: divide a repeated token's attention by the norm of the layer's attention input.
 
     Raises:
         ConfigError: an option out of range; at the first prompt: the target has no tokenizer.
 
     Source: KVzip (arXiv 2505.23416), section 3; with `value_norm` and `row_norm` it is KVzip+ (KVzap, arXiv
         2601.07891).
-    Note: a chat header that starts the prompt is not repeated and, but for the sinks, not kept. Where the
-        prompt ends with the assistant's header the request opens a new user turn; else it goes on in the
+    Note: a chat header that starts the prompt is not repeated and, except for the sinks, not kept. If the
+        prompt ends with the assistant's header the request opens a new user turn; else it continues the
         open one, as in the authors' code.
     """
 
@@ -56,15 +57,15 @@ class KVzip(BasePolicy):
 
     @property
     def least_budget(self) -> int:
-        """See `BasePolicy`: the sinks."""
+        """Smallest budget, the sinks (see `BasePolicy`)."""
         return max(1, self.sinks)
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: a request and the chunk that answers it."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions: a request and the chunk that answers it (see `Evictor`)."""
         return min(self.chunk, longest) + LONGEST_REQUEST
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`: the repeat rows' largest attention; 1 at the sinks, 0 in a chat header."""
+        """Return the repeated tokens' maximal attention (`Scorer`); 1 at the sinks, 0 in a chat header."""
         info = run.target.info
         tokens = run.tokens_BS.tolist()
         repeats = [repeat_of(run.target, tokens[b][:n], chunk=self.chunk) for b, n in enumerate(run.lengths)]
@@ -79,7 +80,7 @@ class KVzip(BasePolicy):
         return s_LBGS
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`."""
+        """Choose the best entries of all heads that share a budget (see `BasePolicy`)."""
         assert scores is not None
         return top_adaptive(
             scores, run.lengths, self.budget, protect_first=self.sinks, floor=0.0, across=self.across
@@ -87,7 +88,7 @@ class KVzip(BasePolicy):
 
 
 class _Turn:
-    """A watch that scores one chunk of each prompt as its repeat rows run; nothing is kept of a layer."""
+    """Observer that scores one chunk of each prompt while it is repeated; it stores no layer's tensors."""
 
     def __init__(
         self,
@@ -127,12 +128,12 @@ class _Turn:
             self.s_LBGS[layer, span.seq, :, keys] = s_BGS[span.seq, :, keys]
 
     def _measure(self, layer: int, x_BTE: Tensor) -> None:
-        """Take the lengths of what one layer's attention reads (`targets.attention.Watch`)."""
+        """Record the norms of one layer's attention inputs (`targets.attention.AttentionHook`)."""
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
         self._norm_BT = torch.linalg.vector_norm(x_BTE, dim=-1, dtype=wide)
 
     def _with_sinks(self, lse_NH: Tensor, q_NHD: Tensor, k_BSGD: Tensor, scale: float) -> Tensor:
-        """The rows' log sums with the sink keys added."""
+        """Add the sink keys to the queries' log-sum-exps."""
         H, D = q_NHD.shape[1:]
         G = k_BSGD.shape[2]
         parts = []
@@ -149,13 +150,13 @@ class _Turn:
 
 
 def _value_norm(o_proj_EX: Tensor, v_BSGD: Tensor) -> Tensor:
-    """Length of W_O v of each query head and key: [B, H, S].
+    """Return the norm of W_O v of each query head and key: [B, H, S].
 
-    By the Gram matrix of a head's columns, |W v|^2 = v (W^T W) v, so nothing of the hidden size is made.
+    By the Gram matrix of a head's columns, |W v|^2 = v (W^T W) v, so no tensor of the hidden size is needed.
     """
     G, D = v_BSGD.shape[2:]
     wide = torch.promote_types(v_BSGD.dtype, torch.float32)
-    w_EGgD = o_proj_EX.to(wide).unflatten(1, (G, -1, D))
+    w_EGgD = o_proj_EX.to(wide).unflatten(1, (G, -1, D))  # [E, H D] -> [E, G, H / G, D]
     gram_GgDD = torch.einsum("egrc,egrd->grcd", w_EGgD, w_EGgD)
     v_BSGD = v_BSGD.to(wide)
     square_BGgS = torch.einsum("bsgc,grcd,bsgd->bgrs", v_BSGD, gram_GgDD, v_BSGD)

@@ -1,6 +1,6 @@
-"""LAQ: a pseudo answer, decoded on a cache that SnapKV has cut, chooses what of the whole cache stays.
+"""LAQ: a pseudo answer, decoded on a cache cut by SnapKV, decides which entries of the cache stay.
 
-Shapes: L layers, B prompts, S prompt slots, T slots of the cache, N observing rows, H query heads,
+Shapes: L layers, B prompts, S prompt positions, T positions of the cache, N observing queries, H query heads,
 G KV heads, g query heads of a KV head, D head dim.
 """
 
@@ -28,27 +28,28 @@ class LAQ(SnapKV):
     """Lookahead Q-Cache: the queries of `n_tokens` greedy tokens, decoded on an evicted copy, are observers.
 
     1. SnapKV cuts a copy of the cache to the budget. 2. The copy decodes greedily. 3. Those steps' queries
-    score the whole prompt (mean over rows and heads, max-pool) and the best rows stay.
+    score the whole prompt (mean over queries and heads, max-pool) and the best entries stay.
     The scores depend on the budget through the copy. Peak memory is the whole cache and the copy.
 
     Args:
         window: observers of the first cut.
         n_tokens: tokens of the pseudo answer.
-        second_window: LAQ++: so many last rows of the prompt observe together with the pseudo answer, and
+        second_window: LAQ++: this many last tokens of the prompt observe together with the pseudo answer, and
             stay; 0: LAQ.
-        softmax: which keys the observers' softmax runs over. "answer": the prompt and the pseudo rows up to
-            their own, as if these queries were decoded on the whole cache. "prompt": the prompt alone.
-            "shifted": the prompt alone; of N observers the i-th, from 1, does not see its last N - i rows.
+        softmax: keys that the observers' softmax runs over. "answer": the prompt and the pseudo answer up to
+            the observer itself, as if these queries were decoded on the whole cache. "prompt": the prompt
+            alone. "shifted": the prompt alone; of N observers the i-th, from 1, does not see its last N - i
+            tokens.
 
     Raises:
         ConfigError: a second window larger than the first.
 
     Source: Lookahead Q-Cache (arXiv 2505.20334), section 3.
     Note: the authors' script (noforit/Lookahead_Q-Cache) is `n_tokens=8 softmax=shifted`, with
-        `second_window=8` for LAQ++: it multiplies the observers with the prompt's keys alone and lays the
-        causal mask of its window over the last of them. It also repeats the cache for the query heads of a
-        KV head, so that each of them keeps rows of its own; here they share them. Every softmax but "answer"
-        holds whole rows of attention, in plain torch: it is there to be compared, not to be fast.
+        `second_window=8` for LAQ++: it multiplies the observers with the prompt's keys alone and applies the
+        causal mask of its window to the last of them. It also repeats the cache for the query heads of a KV
+        head, so that each of them keeps entries of its own; here they share them. Every softmax but "answer"
+        materialises the attention matrix in plain torch: it is there to be compared, not to be fast.
     """
 
     name: ClassVar[str] = "laq"
@@ -64,21 +65,21 @@ class LAQ(SnapKV):
 
     @property
     def least_budget(self) -> int:
-        """See `BasePolicy`: the window, which the copy's cut keeps, although the last one need not."""
+        """Smallest budget, the window that the copy's cut keeps (see `BasePolicy`)."""
         return max(1, self.window)
 
     @property
     def protected(self) -> int:
-        """Rows at the end of each prompt that stay whatever their score."""
+        """Number of last tokens of each prompt that stay whatever their score."""
         return self.second_window
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the pseudo answer."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions, for the pseudo answer (see `Evictor`)."""
         return self.n_tokens
 
     @classmethod
     def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
-        """See `BasePolicy`: SnapKV's scores, a pseudo answer on the evicted copy, and scores again."""
+        """Estimate SnapKV's scores, a pseudo answer on the copy, and scores again (see `BasePolicy`)."""
         seen = score(prompt.size, cls.window, prompt.tokens)
         pseudo = decode(prompt.size, cls.n_tokens, prompt.budget)
         added = [seen, pseudo, seen]
@@ -89,31 +90,31 @@ class LAQ(SnapKV):
         }
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`."""
+        """Decode the pseudo answer and return the scores of its queries (see `Scorer`)."""
         assert isinstance(run.watched, LastQueries)
         first = None if fits(run.lengths, self.budget) else super().choose(run, super().scores(run))
         rows = AllQueries(run.lengths)
-        run.decode(self.n_tokens, keep=first, watch=rows)
+        run.decode(self.n_tokens, keep=first, hook=rows)
         last = run.watched.narrowed(self.second_window)
         if self.softmax != "answer":
             return _on_prompt(run, last, rows, shifted=self.softmax == "shifted")
         return observed(run, Both(last, rows) if self.second_window else rows)
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`."""
+        """Keep the best entries and the second window (see `BasePolicy`)."""
         assert scores is not None
         pooled = max_pool(scores, run.lengths, kernel=self.kernel)
         return top(pooled, run.lengths, self.budget, protect_last=self.protected)
 
 
 def _on_prompt(run: PromptRun, last: LastQueries, answer: AllQueries, *, shifted: bool) -> Tensor:
-    """As `observed`, of rows whose softmax runs over the prompt's keys alone: s_LBGS, 0 in the window.
+    """Score like `observed`, with a softmax over the prompt's keys alone: s_LBGS, 0 in the window.
 
     Args:
         run: the prefilled prompts.
-        last: rows of the prompt that observe; each sees the keys up to its own.
-        answer: rows after the prompt; each sees all of it.
-        shifted: instead, all of them see what rows in the place of the prompt's last ones would see.
+        last: observing queries of the prompt; each sees the keys up to its own.
+        answer: observing queries after the prompt; each sees all of it.
+        shifted: instead, all of them see what queries in the place of the prompt's last ones would see.
     """
     G, longest = run.target.info.n_kv_heads, max(run.lengths)
     scores = []
@@ -127,6 +128,7 @@ def _on_prompt(run: PromptRun, last: LastQueries, answer: AllQueries, *, shifted
             N, D, own = len(q_NHD), q_NHD.shape[-1], n - len(window_NHD)
             sees_N = torch.arange(N) + (n - N if shifted else own)
             unseen_NS = torch.arange(n)[None, :] > sees_N[:, None]
+            # [N, H, D] -> [G, g, N, D]
             q_GgND = q_NHD.view(N, G, -1, D).permute(1, 2, 0, 3).to(wide) * D**-0.5
             logits_GgNS = q_GgND @ k_BTGD[b, :n].to(wide).permute(1, 2, 0)[:, None]
             p_GgNS = logits_GgNS.masked_fill(unseen_NS.to(q_NHD.device), -torch.inf).softmax(-1)

@@ -1,6 +1,6 @@
-"""Oracles: the scores that the answer itself gives, the upper bound of every scorer.
+"""Oracles: scores from the answer itself, the upper bound of every scorer.
 
-Shapes: L layers, B prompts, S prompt slots, G KV heads.
+Shapes: L layers, B prompts, S prompt positions, G KV heads.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from longtrain.settings import Count, CountOrZero
 
 @dataclass
 class Oracle(Policy):
-    """Decodes the greedy answer on the whole cache, then scores the prompt by the answer's own rows.
+    """Decodes the greedy answer on the whole cache, then scores the prompt by the answer's own attention.
 
-    `scores` are the ones LookaheadKV is trained to predict: mean over the answer's rows, softmax over all
-    that such a row sees (earlier answer tokens included), mean over the heads of a KV head, not pooled.
+    `scores` are the ones LookaheadKV is trained to predict: mean over the answer's tokens, softmax over all
+    that such a token sees (earlier answer tokens included), mean over the heads of a KV head, not pooled.
 
     Args:
-        window: 0: nothing stays but for its score.
+        window: 0: no token stays without regard to its score.
         kernel: width of the selection's max-pool; 1 keeps the true best tokens.
-        n_tokens: most tokens of the answer that are looked at, where more are asked for.
-        temperature: the temperature of the answer looked at; above 0 it is sampled, which shows how far
-            scores depend on the words (LookaheadKV, Table 8).
-        seed: the seed of its random numbers.
+        n_tokens: most answer tokens that are used, if more are requested.
+        temperature: temperature of the answer; above 0 it is sampled, which shows how far scores depend on
+            the wording (LookaheadKV, Table 8).
+        seed: seed of the sampling.
 
     Source: LookaheadKV (arXiv 2603.10899), section 3 (ground-truth scores); 512 tokens as in its training.
     """
@@ -50,12 +50,12 @@ class Oracle(Policy):
         super().__post_init__()
         self._sampling = Sampling(temperature=self.temperature, seed=self.seed)
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the answer."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions, for the answer (see `Evictor`)."""
         return self.n_tokens
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`."""
+        """Decode the answer and return its attention to the prompt (see `Scorer`)."""
         most = min(run.max_new_tokens or self.n_tokens, self.n_tokens)
         answers = run.decode(most, sampling=self._sampling)
         rows = AllQueries(run.lengths)
@@ -64,13 +64,13 @@ class Oracle(Policy):
 
 
 @dataclass
-class ToldOracle(Policy):
-    """Knows the question that comes after eviction and its expected answer: keeps what that answer reads.
+class QuestionOracle(Policy):
+    """An oracle for evictions before the question: keeps what the expected answer to a known question reads.
 
-    It has no name in `POLICIES`, since nobody can run it who does not know the answers.
+    It has no name in `POLICIES`, since it needs the answers.
 
     Args:
-        questions: tokens of what follows each prompt of the next batch (`tell`).
+        questions: tokens that follow each prompt of the next batch (`tell`).
         answers: tokens of each expected answer.
     """
 
@@ -80,23 +80,23 @@ class ToldOracle(Policy):
     name: ClassVar[str] = "oracle"
 
     def tell(self, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-        """Say what follows each prompt of the next batch, and what its expected answer is."""
+        """Set the questions that follow each prompt of the next batch, and the expected answers."""
         self.questions, self.answers = list(map(list, questions)), list(map(list, answers))
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the question and its answer."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions, for the question and its answer (see `Evictor`)."""
         return max(map(len, self._rows()))
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`: attention of the answer's rows, whose softmax is over question and answer too."""
-        watch = AllQueries(run.lengths)
-        run.follow(self._rows(), watch)
-        info, found, spans = run.target.info, [], watch.spans()
+        """Return the answer's attention (see `Scorer`), with a softmax that includes question and answer."""
+        hook = AllQueries(run.lengths)
+        run.follow(self._rows(), hook)
+        info, found, spans = run.target.info, [], hook.spans()
         places, answers = self._answers(spans)
         row_N = torch.tensor(places, device=run.n_B.device)
         for layer in range(info.n_layers):
             k_BTGD = run.cache.prefix(layer)[0][:, : max(run.lengths)]
-            q_NHD, own_k_NGD = watch.layer(layer)
+            q_NHD, own_k_NGD = hook.layer(layer)
             scale = info.head_dim**-0.5
             lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
             s_BHT = importance(q_NHD[row_N], lse_NH[row_N], k_BTGD, answers, scale=scale)
@@ -107,7 +107,7 @@ class ToldOracle(Policy):
         return [[*one, *answer] for one, answer in zip(self.questions, self.answers, strict=True)]
 
     def _answers(self, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
-        """The answers' rows among all rows: their places, and their spans among themselves."""
+        """Return the answers' places among all observed tokens, and their spans among themselves."""
         places: list[int] = []
         answers = []
         for span in spans:

@@ -1,6 +1,6 @@
-"""PyramidKV: SnapKV's scores, with more rows for early layers and fewer for late ones.
+"""PyramidKV: SnapKV's scores, with more entries for early layers and fewer for late ones.
 
-Shapes: L layers, B prompts, S prompt slots, G KV heads.
+Shapes: L layers, B prompts, S prompt positions, G KV heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class PyramidKV(SnapKV):
     """Budgets that fall from layer to layer in equal steps; all heads of a layer share one.
 
     Args:
-        beta: how steep: the last layer keeps b // beta rows and its window (b: the budget less the window).
+        beta: steepness: the last layer keeps b // beta entries and its window (b: the budget less the
+            window).
 
     Source: PyramidKV (arXiv 2406.02069), section 4; the integer arithmetic is that of the authors' code.
     Note: integer steps make the total differ a little from layers x budget, in the authors' code too.
@@ -32,7 +33,7 @@ class PyramidKV(SnapKV):
     beta: Count = 20
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
-        """See `BasePolicy`."""
+        """Keep the best entries up to each layer's budget (see `BasePolicy`)."""
         assert scores is not None
         columns = [
             pyramid(len(scores), self.budget.of(length), length, window=self.window, beta=self.beta)
@@ -43,11 +44,12 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(n_layers: int, budget: int, length: int, *, window: int, beta: int) -> list[int]:
-    """Rows of each layer, first to last, the window included.
+    """Return the budget of each layer, first to last, the window included.
 
     A prompt within the budget keeps everything; one shorter than 2 b (b = budget - window) gets the same in
-    every layer; else layer l keeps most - l * step rows and the window, where least = b // beta and
-    most = 2 b - least. If the prompt is shorter than that, most is all there is and least = 2 b - most.
+    every layer; else layer l keeps most - l * step entries and the window, where least = b // beta and
+    most = 2 b - least. If the prompt is shorter than that, most is its length without the window and
+    least = 2 b - most.
 
     Raises:
         ConfigError: the budget is below the window.

@@ -1,4 +1,4 @@
-"""Requests to repeat a prompt, chunk by chunk, in the target's own chat format (KVzip)."""
+"""Builds requests to repeat a prompt, chunk by chunk, in the target's own chat format (KVzip)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FIRST = "Repeat the previous context exactly."
 LATER = "Repeat the part of the previous context exactly, starting with"
-"""Requests for the first chunk, and for a later one, which the end of the chunk before follows."""
+"""Requests for the first chunk, and for a later one, to which the end of the chunk before is appended."""
 
 _BEFORE = 8
 """Tokens of the chunk before that a later request quotes."""
@@ -27,12 +27,12 @@ LONGEST_REQUEST = 256
 
 @dataclass(frozen=True)
 class Repeat:
-    """A prompt's chunks and the rows that repeat them.
+    """A prompt's chunks and the tokens that repeat them.
 
     Args:
         chunks: start and stop of each chunk in the prompt.
-        requests: tokens that ask for each.
-        prompt: tokens.
+        requests: tokens that ask for each chunk.
+        prompt: tokens of the prompt.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -40,18 +40,18 @@ class Repeat:
     prompt: tuple[int, ...]
 
     def rows(self, turn: int) -> list[int]:
-        """Request and answer of a chunk; nothing where the prompt has no such chunk."""
+        """Return request and answer of a chunk; empty if the prompt has no such chunk."""
         if turn >= len(self.chunks):
             return []
         return [*self.requests[turn], *self.prompt[slice(*self.chunks[turn])]]
 
 
 def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
-    """Chunks of a prompt, its chat header left out, and their requests.
+    """Split a prompt without its chat header into chunks, and build their requests.
 
     Args:
         target: the model whose tokenizer encodes the requests.
-        prompt: tokens.
+        prompt: tokens of the prompt.
         chunk: most tokens of a chunk.
 
     Raises:
@@ -61,6 +61,7 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
     header, answer, turn = _chat(tokenizer)
     start = min(_common(prompt, header), len(prompt) - 1)
     chunks = tuple((at, min(at + chunk, len(prompt))) for at in range(start, len(prompt), chunk))
+    # the prompt ends where the assistant would begin: its user turn is closed
     closed = bool(answer) and list(prompt[-len(answer) :]) == answer
     opening = turn if closed else ""
     requests = []
@@ -78,7 +79,7 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], str]:
-    """Ids before a first user message, ids from there to the assistant's text, and the text between turns.
+    """Return the ids before a first user message, those from there to the answer, and the text between turns.
 
     Without a chat template: nothing, a line break, nothing.
     """
@@ -107,7 +108,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], str
 
 
 def _common(prompt: Sequence[int], header: Sequence[int]) -> int:
-    """Leading tokens of the prompt that are the header's."""
+    """Count the leading tokens of the prompt that equal the header's."""
     for at, (ours, theirs) in enumerate(zip(prompt, header, strict=False)):
         if ours != theirs:
             return at

@@ -1,6 +1,6 @@
-"""SnapKV and TOVA: what the last rows (or the last one) of the prompt attend to stays, and so do they.
+"""SnapKV and TOVA: keep the last tokens (or the last one) of the prompt and what they attend to most.
 
-Shapes: L layers, B sequences, G KV heads, S prompt slots.
+Shapes: L layers, B sequences, G KV heads, S prompt positions.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ class SnapKV(Policy):
     """Attention of the last `window` queries, mean over them and over the heads of a KV head.
 
     Source: SnapKV (arXiv 2404.14469), Algorithm 1.
-    Note: heads are averaged before pooling, as in later comparisons; the mean over rows ranks as the sum.
+    Note: heads are averaged before pooling, as in later comparisons; the mean over queries ranks like the
+        sum.
     """
 
     name: ClassVar[str] = "snapkv"
     wrappable: ClassVar[bool] = True
     least_window: ClassVar[int] = 1
 
-    def watch(self, lengths: Sequence[int]) -> LastQueries:
-        """See `Evictor`: the window's queries."""
+    def hook(self, lengths: Sequence[int]) -> LastQueries:
+        """Return the observer of the window's queries (see `Evictor`)."""
         return LastQueries(lengths, self.window)
 
     @classmethod
     def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
-        """See `BasePolicy`: the window's attention weights on all keys."""
+        """Estimate the window's attention weights on all keys (see `BasePolicy`)."""
         return {"ms": score(prompt.size, cls.window, prompt.tokens).ms(gpu)}
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`; 0 within the window."""
+        """Return the window's attention (see `Scorer`); 0 within the window."""
         assert isinstance(run.watched, LastQueries)
         return observed(run, run.watched)
 
 
 @dataclass
 class TOVA(Policy):
-    """Attention of the last prompt token, the same tokens for every head of a layer.
+    """Attention of the last prompt token, with the same tokens kept in every head of a layer.
 
     Args:
-        window: 1: the last token stays. Others are not TOVA.
-        kernel: 1, that is none: TOVA does not pool.
+        window: 1: the last token stays. Other values are not TOVA.
+        kernel: 1: TOVA does not pool.
 
     Source: TOVA (arXiv 2401.06104), section 3, applied once after prefill.
     Note: the paper drops one token at each decoding step; here the prompt is cut to the budget at once.
@@ -64,12 +65,12 @@ class TOVA(Policy):
     window: Annotated[int, within(1, 1), Words("1 (TOVA looks from the last token)")] = 1
     kernel: Kernel = 1
 
-    def watch(self, lengths: Sequence[int]) -> LastQueries:
-        """See `Evictor`: the last query."""
+    def hook(self, lengths: Sequence[int]) -> LastQueries:
+        """Return the observer of the last query (see `Evictor`)."""
         return LastQueries(lengths, 1)
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`; equal for all KV heads, 0 at the last token."""
+        """Return the last token's attention (see `Scorer`); equal for all KV heads, 0 at the last token."""
         assert isinstance(run.watched, LastQueries)
         s_LBGS = observed(run, run.watched)
         return s_LBGS.mean(2, keepdim=True).expand_as(s_LBGS).contiguous()

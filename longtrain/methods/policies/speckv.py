@@ -1,6 +1,6 @@
-"""SpecKV: a small model drafts the answer; the target reads the draft and sees what it attends to.
+"""SpecKV: a small model drafts the answer, and the target's attention from the draft gives the scores.
 
-Shapes: L layers, B prompts, S prompt slots, G KV heads.
+Shapes: L layers, B prompts, S prompt positions, G KV heads.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from longtrain.targets.model import Target
 
 @dataclass
 class SpecKV(Policy):
-    """Observers are the last `window` + 1 prompt rows and the rows of a draft model's greedy answer.
+    """Observers are the last `window` + 1 prompt tokens and the tokens of a draft model's greedy answer.
 
     Args:
-        window: rows at the end of each prompt that stay.
+        window: tokens at the end of each prompt that stay.
         draft: a target folder, Hub id or `tiny` that shares the target's tokenizer, or a loaded target.
-        n_tokens: tokens drafted.
-        reduction: how rows and heads of a KV head become one: "max" (the authors' settings) or "mean" (their
-            paper).
+        n_tokens: number of tokens drafted.
+        reduction: reduction over observers and over heads of a KV head: "max" (the authors' settings) or
+            "mean" (their paper).
 
     Raises:
         ConfigError: no draft, or an option out of range.
-        TargetMismatchError: the draft's tokenizer is another one (told at the first prompt).
+        TargetMismatchError: the draft has another tokenizer (raised at the first prompt).
 
     Source: SpecKV (arXiv 2506.08373), section 4.1 and Algorithm 1.
     Note: the authors' code also makes the target's prefill sparse beyond 4096 tokens; here the prefill is
-        whole, as for every policy. Their cache holds the budget and the last token; here that one counts, so
-        the first observer's own key is not kept in any case: it competes by its neighbours' pooled scores.
+        whole, as for every policy. Their cache contains the budget and the last token; here that one counts,
+        so the first observer's own key does not always stay: it competes by its neighbours' pooled scores.
     """
 
     name: ClassVar[str] = "speckv"
@@ -62,17 +62,17 @@ class SpecKV(Policy):
                 "evict.draft=FOLDER (or a Hub id)"
             )
 
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the drafted answer."""
+    def extra_tokens(self, longest: int) -> int:
+        """Return the extra cache positions, for the drafted answer (see `Evictor`)."""
         return self.n_tokens
 
-    def watch(self, lengths: Sequence[int]) -> LastQueries:
-        """See `Evictor`: the window's queries."""
+    def hook(self, lengths: Sequence[int]) -> LastQueries:
+        """Return the observer of the window's queries (see `Evictor`)."""
         return LastQueries(lengths, self.window + 1)
 
     @classmethod
     def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
-        """See `BasePolicy`: the draft reads and answers, and the target reads prompt and answer."""
+        """Estimate the draft's prefill and answer, and the target's of both (see `BasePolicy`)."""
         if prompt.draft is None:
             return {}
         work = [
@@ -87,7 +87,7 @@ class SpecKV(Policy):
         }
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`; 0 from the first observer on."""
+        """Draft the answers and return all observers' attention (`Scorer`); 0 from the first one on."""
         assert isinstance(run.watched, LastQueries)
         draft = self._draft_for(run.target)
         prompts = [row[:n] for row, n in zip(run.tokens_BS.tolist(), run.lengths, strict=True)]
@@ -97,10 +97,10 @@ class SpecKV(Policy):
         return observed(run, Both(run.watched, rows), reduce=self.reduction, heads=self.reduction)
 
     def _draft_for(self, target: Target) -> Target:
-        """The draft model, beside the target.
+        """Return the draft model, loaded on first use.
 
         Raises:
-            TargetMismatchError: its tokenizer is another one.
+            TargetMismatchError: it has another tokenizer.
         """
         assert self.draft is not None
         if isinstance(self.draft, Target):
@@ -119,5 +119,5 @@ class SpecKV(Policy):
 
 @lru_cache(maxsize=1)
 def _loaded(where: str, dtype: torch.dtype, device: torch.device) -> Target:
-    """The draft, read once for all budgets and prompts."""
+    """Load the draft once for all budgets and prompts."""
     return load_target(where, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The card of a target that was trained here: its shape, and how it is used."""
+"""Writes the model card of a target that was trained here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ the reference, and `target.path=FOLDER` or `load_target("FOLDER")` expands them.
 
 
 def card(config: Config, *, name: str, licence: str | None = None) -> str:
-    """The card as Markdown; export adds the run's command, data and results.
+    """Return the card as Markdown; export adds the run's command, data and results.
 
     Args:
         config: the model's shape.
-        name: of the target.
-        licence: of the target; None: not stated.
+        name: name of the target.
+        licence: licence of the target; None: not stated.
     """
     kv, q = config.n_kv_heads * config.head_dim, config.n_heads * config.head_dim
     layer = 2 * config.hidden_size * (q + kv) + 3 * config.hidden_size * config.intermediate_size

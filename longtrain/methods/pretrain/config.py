@@ -1,11 +1,11 @@
-"""Hyperparameters of the reference target: its shape, its tokenizer and how its labels are weighted."""
+"""Hyperparameters of the reference target: its shape, its tokenizer and the weights of its labels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TRAINS_TARGET = True
-"""What it exports is a target, not a module for one."""
+"""This method trains and exports a target instead of a module for one."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the reference target learns from: tokenizer and token streams, made once, and the mixture over them.
+"""Builds the reference target's corpus (tokenizer and token streams), and the training mixture over it.
 
 Folder: `tokenizer/`, one `<kind>.npy` of ids (uint16) for each kind of running text, `chat.npz`, and
 `corpus.json`.
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from longtrain.data.packing.checks import check_files, sha256_file
+from longtrain.data.packing.mixture import Mixture
 from longtrain.data.read.files import TEXT_SUFFIXES, find, read_jsonl, read_text, stem
 from longtrain.data.retrieval.material import (
     ADJECTIVES,
@@ -25,11 +27,9 @@ from longtrain.data.retrieval.material import (
 )
 from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.retrieval.wording import PRETRAIN
-from longtrain.data.rows.checks import check_files, sha256_file
-from longtrain.data.rows.mixture import Mixture
 from longtrain.errors import DataError
 from longtrain.files import read_json
-from longtrain.folders import FolderKind, replaced_folder, settle
+from longtrain.folders import FolderKind, finish_replacement, replaced_folder
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
@@ -60,7 +60,7 @@ def build_corpus(
     instruct: str | None,
     held_out: Sequence[str],
 ) -> None:
-    """Train the tokenizer and tokenise what is not held out. Does nothing if `folder` has all of it.
+    """Train the tokenizer and tokenise what is not held out; does nothing if `folder` is complete.
 
     Args:
         folder: the folder to write, whole or not at all.
@@ -78,7 +78,7 @@ def build_corpus(
         "held_out": sorted(held_out),
         "sources": _sources(books, code, instruct),
     }
-    settle(folder)
+    finish_replacement(folder)
     if (folder / "corpus.json").is_file() and _manifest(folder).get("facts") == facts:
         return
     texts = {"book": list(_texts(books, held_out))}
@@ -121,13 +121,13 @@ def load_mixture(
     stream_weights: Mapping[str, float],
     min_doc_tokens: int = 256,
 ) -> Mixture:
-    """The training mixture over a corpus.
+    """Load the training mixture over a corpus.
 
     Args:
-        folder: what `build_corpus` wrote.
+        folder: a folder that `build_corpus` wrote.
         config: loss weights.
-        shares: how often each kind of document is drawn.
-        stream_weights: how often each kind of running text is drawn, e.g. `{book: 0.7, code: 0.3}`.
+        shares: relative frequency of each kind of document.
+        stream_weights: relative frequency of each kind of running text, e.g. `{book: 0.7, code: 0.3}`.
         min_doc_tokens: shortest document.
 
     Raises:
@@ -170,10 +170,10 @@ def load_mixture(
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """A corpus's manifest, when its files are what it says.
+    """Read a corpus's manifest and verify the files' checksums.
 
     Raises:
-        DataError: they are not, or it cannot be read.
+        DataError: a file is damaged, or the manifest cannot be read.
     """
     again = f"delete {folder} and run longtrain prepare again"
     try:
@@ -185,7 +185,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def encoder(folder: Path) -> Any:
-    """Text -> ids of a tokenizer folder, without special tokens added."""
+    """Return a function from text to ids of a tokenizer folder, which adds no special tokens."""
     tokenizer = _tokenizer(folder)
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -230,7 +230,7 @@ def _texts(where: str, held_out: Sequence[str], *, limit: int | None = None) -> 
 
 
 def _chats(where: str) -> Iterator[tuple[str, str]]:
-    """Question and answer of each row, by the column names instruction sets use."""
+    """Yield question and answer of each record, by the column names that instruction datasets use."""
     for file in find(where, (".jsonl",)):
         for name, row in read_jsonl(file):
             question = row.get("question") or row.get("instruction")
@@ -245,7 +245,7 @@ def _chats(where: str) -> Iterator[tuple[str, str]]:
 
 
 def _sample(texts: Mapping[str, list[str]], chats: list[tuple[str, str]]) -> Iterator[str]:
-    """What merges are learned from: a stretch of every document, conversations, the tasks' words."""
+    """Yield the tokenizer's training text: a stretch of every document, conversations, the tasks' words."""
     for kind, documents in texts.items():
         most = max(2000, {"book": 10_000_000, "code": 4_000_000}.get(kind, 2_000_000) // len(documents))
         for text in documents:
@@ -258,7 +258,7 @@ def _sample(texts: Mapping[str, list[str]], chats: list[tuple[str, str]]) -> Ite
 
 
 def _stream(documents: list[str], encode: Any) -> np.ndarray:
-    """All documents' ids, token 0 after each. Documents are cut at lines so that all cores tokenise."""
+    """Return all documents' ids, token 0 after each. Cuts at lines, so that all cores tokenise."""
     chunks: list[str] = []
     for text in documents:
         at = 0
@@ -278,7 +278,7 @@ def _stream(documents: list[str], encode: Any) -> np.ndarray:
 
 
 def _line_end(text: str, start: int) -> int:
-    """After the next line end that a letter follows: cutting there changes no token."""
+    """Return the place after the next line end that a letter follows: cutting there changes no token."""
     at = start
     while (at := text.find("\n", at) + 1) > 0:
         if at >= len(text) or text[at].isalpha():

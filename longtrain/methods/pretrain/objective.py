@@ -1,6 +1,6 @@
 """A whole Llama, and next-token prediction over packed documents with a weight for each label.
 
-Shapes: T tokens of one packed row, E hidden dim, V vocabulary.
+Shapes: T tokens of one packed sequence, E hidden dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.bundle import LlamaShape, build_llama, packed_hidden
 
 
 class Pretrained(nn.Module):
-    """A Llama with tied embeddings and its forward over one packed row.
+    """A Llama with tied embeddings and its forward over one packed sequence.
 
     Args:
         config: shape and seed of the initial weights.
@@ -40,7 +40,7 @@ class Pretrained(nn.Module):
         return self.llama.lm_head.weight
 
     def forward(self, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """Final normed hidden states [T, E] of a row of documents, each seeing itself, positions from 0."""
+        """Return final normed hidden states [T, E] of packed documents, each with positions from 0."""
         device = ids_T.device
         starts = torch.tensor(bounds[:-1], dtype=torch.int64).to(device, non_blocking=True)
         sizes = torch.tensor(bounds[1:], dtype=torch.int64).to(device, non_blocking=True) - starts
@@ -52,8 +52,8 @@ class Pretrained(nn.Module):
 class PretrainObjective(Objective):
     """Weighted cross-entropy of every label, given the tokens before it in its own document.
 
-    Figures: `text_bits` (bits a token of running text), `value_loss` (nats) and `value_accuracy` over the
-    labels that can only come from the context. The two kinds are told apart by their weights.
+    Metrics: `text_bits` (bits per token of running text), `value_loss` (nats) and `value_accuracy` over the
+    labels that can only come from the context. The weights distinguish the two kinds of label.
 
     Args:
         module: the model.
@@ -70,7 +70,7 @@ class PretrainObjective(Objective):
         self.text_weight = config.text_weight
 
     def forward(self, batch: Batch) -> Loss:
-        """Sum of weighted losses of one packed row."""
+        """Return the sum of weighted losses of one packed sequence."""
         hidden_TE = self.module(batch.ids_T, batch.bounds)
         weights_T = (
             batch.loss_mask_T.float() if batch.weights_T is None else batch.weights_T * batch.loss_mask_T
@@ -85,9 +85,9 @@ class PretrainObjective(Objective):
             value_T = (weights_T == self.value_weight).float()
             text_T = (weights_T == self.text_weight).float()
             hit_T = (logits_TV.argmax(-1) == labels_T).float()
-            figures = {
+            metrics = {
                 "text_bits": ((nll_T * text_T).sum() / math.log(2), text_T.sum()),
                 "value_loss": ((nll_T * value_T).sum(), value_T.sum()),
                 "value_accuracy": ((hit_T * value_T).sum(), value_T.sum()),
             }
-        return Loss(total=total, tokens=tokens, figures=figures)
+        return Loss(total=total, tokens=tokens, metrics=metrics)

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of pretraining the reference target."""
+"""The `MethodSpec` of pretraining: how to build, train and run it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from longtrain.data.config import PackingStage
-from longtrain.data.rows.module import MixtureModule, check_context
+from longtrain.data.packing.module import MixtureModule, check_context
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
@@ -38,7 +38,7 @@ LARGEST_BYTES = 10 * 2**20
 
 
 def rows(config: Config, data: Mapping[str, Any], about: DataRun) -> MixtureModule:
-    """The training rows: the corpus is made if it is missing or its sources changed.
+    """Return the data module; the corpus is made if it is missing or its sources have changed.
 
     Args:
         config: the method's settings.
@@ -57,7 +57,7 @@ def rows(config: Config, data: Mapping[str, Any], about: DataRun) -> MixtureModu
         )
     if about.max_steps is None:
         raise ConfigError(
-            "method=pretrain needs trainer.max_steps: its rows are written on the fly and never end"
+            "method=pretrain needs trainer.max_steps: its sequences are made on the fly and never end"
         )
     folder = about.home / "data" / str(data["name"])
     sources = {key: data.get(key) or None for key in ("code", "instruct")}
@@ -97,7 +97,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Pret
 
 
 def _export(module: nn.Module, config: Config, folder: Path, facts: dict[str, Any]) -> None:
-    """Write the target folder: int8 rows, tokenizer, config, and a card."""
+    """Write the target folder: int8 weights (per row), tokenizer, config, and a card."""
     if not isinstance(module, Pretrained):
         raise ConfigError(f"method=pretrain exports its own model, not {type(module).__name__}")
     if not config.tokenizer:

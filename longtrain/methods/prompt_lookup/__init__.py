@@ -1,1 +1,1 @@
-"""Prompt look-up: the draft is what followed the text's last tokens when they stood there before."""
+"""Prompt look-up: drafts the tokens that followed an earlier occurrence of the text's last tokens."""

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of QuantSpec: its parts for an engine, and what a cycle of it costs."""
+"""The `MethodSpec` of QuantSpec: its parts for an engine, and the cost of a cycle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from longtrain.costs.method import CycleCost, MethodCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width, stored
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import Split, check_shape
+from longtrain.methods.checked import given_keys
 from longtrain.methods.quantspec.config import Config
 from longtrain.methods.quantspec.runtime import QuantSpecRuntime
 from longtrain.methods.spec import MethodSpec
@@ -22,12 +22,14 @@ from longtrain.targets.int4 import Int4Target
 from longtrain.targets.model import Target
 
 _ROUND = 1024
-"""Tokens that a cache's room is a multiple of, so that prompts of about one length share it."""
+"""Capacity of a cache is a multiple of this, so that prompts of similar length can reuse one."""
 
 
 class Caches:
-    """Makes an engine's caches. The last one is used again where it is large enough, since CUDA graphs
-    captured over a cache are good for that cache alone; so only one is in use at a time.
+    """Creates an engine's caches, and reuses the last one if it is large enough.
+
+    Captured CUDA graphs are valid only for the cache they were captured with, so only one cache is in use at
+    a time.
 
     Args:
         target: the frozen model.
@@ -39,13 +41,13 @@ class Caches:
         self.last: HierarchicalCache | None = None
 
     def __call__(self, batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache:
-        """An empty cache; called as `Target.new_cache` is."""
+        """Return an empty cache; same signature as `Target.new_cache`."""
         target, info, last = self.target, self.target.info, self.last
         if last is not None and last.serves(batch, max_tokens, target.device, target.dtype):
             last.clear()
             return last
         if last is not None:
-            last.free()  # before the memory of the next is taken
+            last.free()  # before the next is allocated
         self.last = None
         self.last = HierarchicalCache(
             n_layers=info.n_layers,
@@ -64,9 +66,8 @@ class Caches:
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The cache and, if wanted, the draft."""
-    if keys:
-        raise ConfigError(f"QuantSpec takes no inference keys; got: {', '.join(keys)}")
+    """Return the cache and, if `config.draft`, the draft."""
+    given_keys("QuantSpec", keys)
     info = target.info
     check_shape(n_heads=info.n_heads, n_kv_heads=info.n_kv_heads, head_dim=info.head_dim)
 
@@ -79,10 +80,10 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
 
 
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
-    """Draft steps that read the cache's upper half, and one verification that reads both.
+    """Cost of a cycle: draft steps that read the cache's upper half, and one verification that reads both.
 
     Raises:
-        ConfigError: heads that the quantised cache does not serve.
+        ConfigError: the quantised cache does not support the target's heads.
     """
     check_shape(n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, head_dim=size.head_dim)
     target = Width(8 * itemsize, 8)
@@ -115,6 +116,6 @@ SPEC = MethodSpec(
     config=Config,
     paper="QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache, arXiv 2502.10424",
     attach=_attach,
-    cache_law=lambda config: {"split": config.split} if config.strict_flush else None,
+    text_settings=lambda config: {"split": config.split} if config.strict_flush else None,
     cost=MethodCost(cycle=cycle),
 )

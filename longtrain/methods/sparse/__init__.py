@@ -1,1 +1,1 @@
-"""Rules without training that choose which rows each step reads: other papers' selections, and oracles."""
+"""Selection rules without training for the KV entries that a step reads: other papers', and oracles."""

@@ -1,6 +1,7 @@
-"""ClusterKV's selection: keys of like direction are one cluster, and clusters are read by their centroids.
+"""ClusterKV's selection: keys of similar direction form clusters, which are selected by their centroids.
 
-Shapes: B batch, S slots, N rows to be clustered, C clusters, H query heads, G KV heads, D head dim.
+Shapes: B batch, S cache positions, N entries to be clustered, C clusters, H query heads, G KV heads, D head
+dim.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ if TYPE_CHECKING:
 
 
 class ClusterRule(LayerRule):
-    """Rows in the order of their clusters, the last of which is read in part.
+    """Entries in the order of their clusters' scores; the last cluster is read in part.
 
-    The prompt's rows are clustered as soon as they are in the cache; generated ones follow
-    `cluster_every` at a time, and those that wait are read before all others, newest first.
+    The prompt's entries are clustered once they are in the cache; generated ones follow `cluster_every` at a
+    time, and until then are read before all others, newest first.
 
     Source: ClusterKV (arXiv 2412.03213) §III.
-    Note: `select.sinks` takes the place of the paper's 16 sink tokens. k-means starts from evenly spaced rows
-        and not from random ones, so that a text gets the same clusters in any batch. Rows that wait count in
-        the budget. A centroid's score is the mean of the query heads of a KV head (the paper has MHA).
+    Note: `select.sinks` takes the place of the paper's 16 sink tokens. k-means starts from evenly spaced
+        entries and not from random ones, so that a text gets the same clusters in any batch. Unclustered
+        entries count in the budget. A centroid's score is the mean of the query heads of a KV head (the paper
+        has MHA).
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """See `Selector`."""
+        """Start with new prompts (see `Selector`)."""
         super().start(tokens_BS, n_B, step, cache)
         self._first = n_B.tolist()
         self._found: dict[int, list[_Clusters]] = {}
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """The centroid's product with the query for each of its rows."""
+        """Return for each entry the product of the query with its cluster's centroid."""
         B, G, S, D = k_BGSD.shape
         known = self._found.setdefault(layer, [_Clusters(G, D, k_BGSD) for _ in range(B)])
         scores_BGS = torch.full((B, G, S), ALWAYS, device=k_BGSD.device)
@@ -52,7 +54,7 @@ class ClusterRule(LayerRule):
         return scores_BGS
 
     def _follow(self, one: _Clusters, k_GSD: Tensor, prompt: int, length: int) -> None:
-        """Cluster what has come."""
+        """Cluster the entries that are new."""
         asked, stretch = self.config, 0 if self.config.prompt_only else self.config.cluster_every
         if not one.label_GN.shape[1]:
             one.add(k_GSD[:, :prompt], max(1, prompt // asked.cluster_tokens), asked.iterations)
@@ -60,7 +62,7 @@ class ClusterRule(LayerRule):
             one.add(k_GSD[:, done : done + stretch], asked.new_clusters, asked.iterations)
 
     def bytes(self) -> int:
-        """Centroids and labels."""
+        """Return the bytes of centroids and labels."""
         return sum(one.bytes() for layer in self._found.values() for one in layer)
 
 
@@ -73,26 +75,26 @@ class _Clusters:
         self.centroid_GCD = torch.zeros(groups, 0, head_dim, dtype=wide, device=like.device)
 
     def add(self, k_GND: Tensor, clusters: int, iterations: int) -> None:
-        """Cluster further rows by themselves."""
+        """Add clusters of further entries, independent of the earlier ones."""
         label_GN, centroid_GCD = k_means(k_GND.to(self.centroid_GCD.dtype), clusters, iterations)
         self.label_GN = torch.cat((self.label_GN, label_GN + self.centroid_GCD.shape[1]), 1)
         self.centroid_GCD = torch.cat((self.centroid_GCD, centroid_GCD), 1)
 
     def bytes(self) -> int:
-        """Bytes of both."""
+        """Return the bytes of centroids and labels."""
         return self.label_GN.nbytes + self.centroid_GCD.nbytes
 
 
 def k_means(k_GND: Tensor, clusters: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Clusters of keys by the cosine to their centroids, which are means of whole keys.
+    """Cluster keys by the cosine to their centroids, which are means of whole keys.
 
     Args:
         k_GND: keys, in fp32 or wider.
-        clusters: C, at most N count.
-        iterations: most rounds; it ends as soon as no row changes its cluster.
+        clusters: C, of which at most N are used.
+        iterations: most rounds; it ends as soon as no entry changes its cluster.
 
     Returns:
-        label_GN, int64, and centroid_GCD; a cluster that lost all its rows keeps its centroid.
+        label_GN, int64, and centroid_GCD; a cluster that lost all its entries keeps its centroid.
 
     Source: ClusterKV (arXiv 2412.03213) §III.
     """

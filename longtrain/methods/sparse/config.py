@@ -24,12 +24,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Config:
-    """Which rows each step reads, by a rule that is not trained; `evict.budget_tokens` says how many.
+    """Untrained rule that selects the KV entries each step reads; `evict.budget_tokens` is their number.
 
-    Rules: window (sinks and the last rows), random, quest (pages by a bound), clusterkv (clusters by their
-    centroids), shadowkv (chunks by their means), previous (what the step before attended to), reused (what
-    one layer attends to, read by all), shared_oracle and oracle (what all layers together, or each alone,
-    attend to).
+    Rules: window (sinks and the newest entries), random, quest (pages by an upper bound), clusterkv (clusters
+    by their centroids), shadowkv (chunks by their means), previous (entries the previous step attended to),
+    reused (entries one layer attends to, for all layers), shared_oracle and oracle (entries that all layers
+    together, or each layer, attend to).
     """
 
     rule: Annotated[str, OneOf(*OPTIONS)] = "window"  # how KV entries are scored: window, random, quest,

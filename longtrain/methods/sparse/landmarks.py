@@ -1,6 +1,6 @@
-"""ShadowKV's selection: a chunk of keys is scored by its mean; chunks that a mean hides are always read.
+"""ShadowKV's selection: a chunk of keys is scored by its mean; chunks with outliers are always read.
 
-Shapes: B batch, S slots, C chunks, H query heads, G KV heads, D head dim.
+Shapes: B batch, S cache positions, C chunks, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class LandmarkRule(LayerRule):
-    """Chunks by the attention to their landmarks; rows of a chunk that is not full are read first.
+    """Chunks by the attention to their landmarks; tokens of an incomplete chunk are read first.
 
     Source: ShadowKV (arXiv 2410.21465) §3.2, §4.1, Algorithms 1 and 2.
-    Note: outliers are a share of the prompt's chunks (the paper: 48 chunks of about 16 thousand), and
-        count in the budget. Chunks of generated rows get landmarks too, unless `prompt_only`: the paper reads
-        all of these. Keys are exact: the paper's low-rank ones say how chunks are stored, not which are read.
+    Note: outliers are a share of the prompt's chunks (the paper: 48 chunks of about 16 thousand), and count
+        in the budget. Chunks of generated tokens get landmarks too, unless `prompt_only`: the paper reads all
+        of these. Keys are exact: the paper's low-rank keys concern storage, not selection.
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """See `Selector`."""
+        """Start with new prompts (see `Selector`)."""
         super().start(tokens_BS, n_B, step, cache)
         self._outliers: dict[int, Tensor] = {}
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """A chunk's share of the attention to landmarks, for each of its rows."""
+        """Return for each entry its chunk's share of the attention to landmarks."""
         (B, G, S), size = k_BGSD.shape[:3], self.config.chunk
         full_BC = torch.arange(S // size, device=len_B.device) < (len_B // size)[:, None]
         if layer not in self._outliers:
@@ -49,25 +49,25 @@ class LandmarkRule(LayerRule):
         return scores_BGS
 
     def bytes(self) -> int:
-        """Which chunks are outliers; landmarks are made anew at each step."""
+        """Return the bytes of the outlier masks; landmarks are computed at each step."""
         return sum(found.nbytes for found in self._outliers.values())
 
 
 def landmarks(k_BGSD: Tensor, size: int) -> Tensor:
-    """Means of whole chunks of keys, [B, G, C, D] in fp32 or wider."""
+    """Return the means of whole chunks of keys, [B, G, C, D] in fp32 or wider."""
     count = k_BGSD.shape[2] // size
     wide = torch.promote_types(k_BGSD.dtype, torch.float32)
     return k_BGSD[:, :, : count * size].to(wide).unflatten(2, (count, size)).mean(3)
 
 
 def outliers(k_BGSD: Tensor, prompt_B: Tensor, size: int, share: float) -> Tensor:
-    """Chunks of the prompts with a key that is least like their landmark, bool_BGC.
+    """Return the chunks of the prompts with the keys least similar to their landmark, bool_BGC.
 
     Args:
         k_BGSD: keys.
-        prompt_B: rows of each prompt; chunks that are not full do not count.
-        size: rows of a chunk.
-        share: of a prompt's chunks, rounded to whole ones.
+        prompt_B: tokens of each prompt; incomplete chunks do not count.
+        size: tokens of a chunk.
+        share: share of a prompt's chunks, rounded to whole ones.
     """
     C, wide = k_BGSD.shape[2] // size, torch.promote_types(k_BGSD.dtype, torch.float32)
     k = k_BGSD[:, :, : C * size].to(wide).unflatten(2, (C, size))

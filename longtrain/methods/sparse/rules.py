@@ -1,6 +1,6 @@
-"""Rules that score a layer's rows within the layer: bounds, positions, chance, and attention itself.
+"""Rules that score a layer's KV entries within the layer: bounds, positions, chance, and attention itself.
 
-Shapes: B batch, T rows of a step, S slots, H query heads, G KV heads, D head dim, P pages.
+Shapes: B batch, T tokens of a step, S cache positions, H query heads, G KV heads, D head dim, P pages.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.retrieval.scores import head_weights
 from longtrain.decoding.retrieval.selector import Selector
-from longtrain.decoding.sampling import HashCoins
+from longtrain.decoding.sampling import HashRng
 from longtrain.targets.step import TargetStep
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 ALWAYS = torch.finfo(torch.float32).max
-"""Score of a row that is read before all others."""
+"""Score of an entry that is read before all others."""
 
 
 class LayerRule(Selector):
-    """A rule that each layer asks with its own root query.
+    """Base of rules that select in each layer by its own query of the root.
 
     Args:
         budget: see `Selector`.
         config: the rule's options.
-        target: whose rows they are.
+        target: the target that the entries belong to.
     """
 
     def __init__(self, budget: ReadBudget, config: Config, target: Target) -> None:
@@ -41,12 +41,12 @@ class LayerRule(Selector):
         self.name = f"sparse {config.rule}"
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """See `Selector`."""
+        """Start with new prompts (see `Selector`)."""
         super().start(tokens_BS, n_B, step, cache)
         self.prompt_B = n_B.clone()
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """See `Selector`."""
+        """Return the rule's scores (see `Selector`); with `prompt_only`, generated tokens are always read."""
         scores_BGS = self.scores(layer, q_BHTD[:, :, 0], k_BGSD, len_B)
         if not self.config.prompt_only:
             return scores_BGS
@@ -54,27 +54,27 @@ class LayerRule(Selector):
         return scores_BGS.masked_fill(new_BS[:, None], ALWAYS)
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """Scores_BGS from the root's query; see `at_layer`."""
+        """Return scores_BGS from the root's query; see `at_layer`."""
         raise NotImplementedError
 
 
 class WindowRule(LayerRule):
-    """The sinks and the last rows of the text. Source: StreamingLLM (arXiv 2309.17453) §3.2."""
+    """The sinks and the last tokens of the text. Source: StreamingLLM (arXiv 2309.17453) §3.2."""
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """A row's slot."""
+        """Return an entry's position as its score."""
         return slots_of(k_BGSD)
 
 
 class RandomRule(LayerRule):
-    """Other rows by chance at each choice, those of each layer and KV head drawn by themselves."""
+    """Random entries at each choice, drawn independently for each layer and KV head."""
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """Coins of the choice's position, the row's, the layer and the head."""
+        """Return random numbers that depend on the choice's position, the entry's, the layer and the head."""
         _B, G, S, _ = k_BGSD.shape
-        coins = HashCoins(self.config.seed, len_B[:, None])
+        rng = HashRng(self.config.seed, len_B[:, None])
         slot_1S = torch.arange(S, device=len_B.device)[None]
-        return torch.stack([coins.uniform(slot_1S, f"rows {layer} {head}") for head in range(G)], 1).float()
+        return torch.stack([rng.uniform(slot_1S, f"rows {layer} {head}") for head in range(G)], 1).float()
 
 
 class QuestRule(LayerRule):
@@ -82,46 +82,46 @@ class QuestRule(LayerRule):
 
     Source: Quest (arXiv 2406.10774) Algorithm 1.
     Note: a page's score is the mean bound of the query heads of a KV head (the paper has MHA), which recalls
-        more than the highest one; SGLang averages their queries and gives all KV heads one set, and
+        more than the maximum; SGLang averages their queries and gives all KV heads one set, and
         sparse-attention-hub chooses for each query head (tests/interop/test_quest.py compares). The paper
         leaves the first two layers dense: `select.dense_layers=[0,1]`. The last page that is read may be read
         in part.
     """
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """A page's bound for each of its rows."""
+        """Return for each entry its page's bound."""
         bound_BHP = page_bounds(q_BHD, k_BGSD, len_B, self.config.page)
         mean_BGP = bound_BHP.unflatten(1, (k_BGSD.shape[1], -1)).mean(2)
         return mean_BGP.repeat_interleave(self.config.page, -1)[..., : k_BGSD.shape[2]]
 
 
 class OracleRule(LayerRule):
-    """The rows that the root attends to most, each layer and KV head its own: the upper bound."""
+    """The entries that the root attends to most in each layer and KV head: the upper bound."""
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """Attention of a KV head's query heads together."""
+        """Return the attention summed over a KV head's query heads."""
         return attention(q_BHD, k_BGSD, len_B)
 
 
 class PreviousRule(LayerRule):
-    """The rows that the position before attended to most, each layer and KV head its own.
+    """The entries that the previous token attended to most in each layer and KV head.
 
-    The first choice has no position before it and takes the last rows.
+    The first choice has no previous token and takes the last entries.
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """See `Selector`."""
+        """Start with new prompts (see `Selector`)."""
         super().start(tokens_BS, n_B, step, cache)
         self._now: dict[int, Tensor] = {}
         self._last: dict[int, Tensor] = {}
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """See `Selector`."""
+        """Return the scores and record this step's queries (see `Selector`)."""
         self._now[layer] = q_BHTD
         return self.scores(layer, q_BHTD[:, :, 0], k_BGSD, len_B)
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """Attention of the query that was committed last."""
+        """Return the attention of the query that was committed last."""
         if layer not in self._last:
             return slots_of(k_BGSD)
         return attention(self._last[layer], k_BGSD, len_B)
@@ -133,26 +133,26 @@ class PreviousRule(LayerRule):
         self._last = {layer: q_BHTD[row_B, :, node_B] for layer, q_BHTD in self._now.items()}
 
     def bytes(self) -> int:
-        """Queries of a step and of the position before."""
+        """Return the bytes of the queries of this step and of the previous token."""
         return sum(q.nbytes for q in (*self._now.values(), *self._last.values()))
 
 
 class ReusedRule(PreviousRule):
-    """What one layer attends to is read by all layers.
+    """All layers read what one layer attends to.
 
     Source: TidalDecode (arXiv 2410.05076) §3.
     Note: the paper leaves the layers before the chosen one dense and chooses anew at a second layer. Here the
-        layers before it read what it attended to at the position before, and the chosen layer itself is not
+        layers before it read what it attended to at the previous token, and the chosen layer itself is not
         dense either; `select.dense_layers` makes layers dense.
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """See `Selector`."""
+        """Start with new prompts (see `Selector`)."""
         super().start(tokens_BS, n_B, step, cache)
         self._scores_BGS: Tensor | None = None
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """See `Selector`."""
+        """Return the chosen layer's attention; before that layer, that of the previous token."""
         assert self.cache is not None
         chosen = self.config.layer
         if layer == chosen:
@@ -165,25 +165,25 @@ class ReusedRule(PreviousRule):
 
 
 def slots_of(k_BGSD: Tensor) -> Tensor:
-    """Each row's slot as its score, fp32_BGS: exact below 2^24 rows."""
+    """Return each entry's position as its score, fp32_BGS: exact below 2^24."""
     return torch.arange(k_BGSD.shape[2], device=k_BGSD.device).float().expand(k_BGSD.shape[:3])
 
 
 def attention(q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-    """Attention weights of committed rows, summed over the query heads of each KV head, [B, G, S]."""
+    """Return committed entries' attention weights, summed over a KV head's query heads, [B, G, S]."""
     visible_BS = torch.arange(k_BGSD.shape[2], device=len_B.device) < len_B[:, None]
     weights_BHS = head_weights(q_BHD, k_BGSD, visible_BS, scale=q_BHD.shape[-1] ** -0.5)
     return weights_BHS.unflatten(1, (k_BGSD.shape[1], -1)).sum(2)
 
 
 def page_bounds(q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor, page: int) -> Tensor:
-    """The most that a query can score with a key of each page, [B, H, P] in fp32 or wider.
+    """Return the upper bound of a query's score with a key of each page, [B, H, P] in fp32 or wider.
 
     Args:
         q_BHD: one query a head.
         k_BGSD: keys, of which the first `len_B` count; a page without any has bound 0.
-        len_B: committed rows.
-        page: rows of a page; the last may have fewer.
+        len_B: number of committed tokens.
+        page: tokens of a page; the last may have fewer.
     """
     G, S = k_BGSD.shape[1:3]
     wide = torch.promote_types(k_BGSD.dtype, torch.float32)
@@ -195,5 +195,6 @@ def page_bounds(q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor, page: int) -> Tens
     low = k.masked_fill(~counts, torch.inf).amin(3).where(some, 0)
     high = k.masked_fill(~counts, -torch.inf).amax(3).where(some, 0)
     q = q_BHD.to(wide).unflatten(1, (G, -1))
+    # per channel the larger of q * high and q * low, summed: [B, G, H / G, P]
     bound = q.clamp(min=0) @ high.transpose(-1, -2) + q.clamp(max=0) @ low.transpose(-1, -2)
     return bound.flatten(1, 2)

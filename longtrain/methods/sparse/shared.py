@@ -1,6 +1,6 @@
-"""The best that sets shared by layers can do: a dense look at the root says what all of them attend to.
+"""An oracle for sets shared by layers: a dense forward of the root finds what all of them attend to.
 
-Shapes: L layers, B batch, S slots, X sets, H query heads, G KV heads, D head dim.
+Shapes: L layers, B batch, S cache positions, X sets, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConfigError
 from longtrain.methods.sparse.rules import attention
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 if TYPE_CHECKING:
     from longtrain.methods.sparse.config import Config
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class SharedOracle(Selector):
-    """The rows that the root attends to most in all layers of a group together, by a forward of its own.
+    """The entries that the root attends to most in all layers of a group together, by a forward of its own.
 
-    It bounds every head whose sets those layers share, and costs a dense step for each choice.
+    It bounds every retrieval head whose sets those layers share, and costs a dense step for each choice.
 
     Args:
         budget: see `Selector`.
         config: `groups` of neighbouring layers; `all_heads`: one set for all KV heads.
-        target: is asked what it attends to.
+        target: the target whose attention is measured.
 
     Raises:
         ConfigError: more groups than layers.
@@ -45,7 +45,7 @@ class SharedOracle(Selector):
         self.table_LG = group_L1.expand(L, G).clone() if config.all_heads else group_L1 * G + torch.arange(G)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """Attention of the root, summed over the layers and query heads that read a set."""
+        """Return the attention of the root, summed over the layers and query heads that read a set."""
         cache, table_LG = self.cache, self.table_LG
         assert cache is not None and table_LG is not None
         wide = torch.promote_types(self.target.dtype, torch.float32)
@@ -57,7 +57,7 @@ class SharedOracle(Selector):
             found_BGS = attention(q_BHTD[:, :, 0], keys_BGSD, cache.len_B)
             scores_BXS.index_add_(1, table_LG[layer].to(root_B.device), found_BGS)
 
-        rows = Rows(cache.len_B[:, None], root_B[:, None])
+        rows = TokenBatch(cache.len_B[:, None], root_B[:, None])
         with cache.dense():
-            self.target.forward(rows, cache, want=Want("none"), watch=look)
+            self.target.forward(rows, cache, outputs=OutputRequest("none"), hook=look)
         return scores_BXS

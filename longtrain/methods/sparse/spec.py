@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of selection without training."""
+"""The `MethodSpec` of selection without training: its parts for an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
 from longtrain.methods.read_budget import READ_KEYS, read_budget
@@ -38,11 +38,11 @@ RULES: dict[str, Callable[[ReadBudget, Config, Target], Selector]] = {
     "shared_oracle": SharedOracle,
     "oracle": OracleRule,
 }
-"""`method.rule` -> what scores the rows."""
+"""`method.rule` -> selector that scores the KV entries."""
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The selector."""
+    """Return the selector."""
     layers = target.info.n_layers
     if config.rule == "reused" and config.layer >= layers:
         raise wrong("method.layer", config.layer, f"0 to {layers - 1}, the target's layers")

@@ -1,1 +1,1 @@
-"""SpeContext: a head pruned from an EAGLE-3 draft says which rows the target's next forward reads."""
+"""SpeContext: a head pruned from an EAGLE-3 draft selects the KV entries that the target reads."""

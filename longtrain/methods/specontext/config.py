@@ -10,13 +10,13 @@ from longtrain.methods.set_learning import SetLearning
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, wrong
 
 FORMATS = ("sglang",)
-"""What `export format=` takes: a folder for SGLang's sparsity framework."""
+"""Values of `export format=`: a folder for SGLang's sparsity framework."""
 SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
 
 
 @dataclass
 class Config(SetLearning):
-    """A retrieval head and how it is trained (SpeContext, arXiv 2512.00722, §4; its training is ours)."""
+    """A retrieval head and its training (SpeContext, arXiv 2512.00722, §4; the training is longtrain's)."""
 
     variant: Annotated[str, OneOf(SHIFTED, EMBEDDING, LAGGED)] = SHIFTED  # what the head reads for a token:
     # shifted: its embedding and EAGLE-3's states of the token before; embedding: embeddings alone; lagged:
@@ -52,7 +52,7 @@ class Config(SetLearning):
 
 
 def hidden_of(config: Config, n_layers: int) -> tuple[int, ...]:
-    """The target's outputs that the head reads: layers, or -1 for the final state; none of them."""
+    """Return the target's outputs that the head reads: layers, or -1 for the final state; may be empty."""
     if config.variant == EMBEDDING:
         return ()
     if config.variant == LAGGED:
@@ -61,10 +61,10 @@ def hidden_of(config: Config, n_layers: int) -> tuple[int, ...]:
 
 
 def key_offset(config: Config) -> int:
-    """Row s of the target is scored by the head's key of row s + this: 1 where that row holds its feature."""
+    """Return k such that the head's key s + k scores the target's KV entry s: 1 if `row` is `feature`."""
     return int(config.row == "feature")
 
 
 def group_of(layer: int, sets: int, n_layers: int) -> int:
-    """The group of a layer: groups are successive and differ by one layer at most."""
+    """Return a layer's group; groups are successive, and their sizes differ by at most one layer."""
     return layer * sets // n_layers

@@ -1,28 +1,29 @@
-"""What a retrieval head takes: a training step beside the target's pass, and a step of decoding.
+"""Estimates the cost of a retrieval head: a training step beyond the target's forward, and a decoding step.
 
-The counts follow `objective`, `chunked` and `runtime`; those of training have not been compared with a
-measurement yet.
-Shapes: T tokens of a packed row, R query rows of a document, L layers, E hidden dim, H query heads, G KV
-heads, D head dim, n states that a row is made of.
+The formulas follow `objective`, `chunked` and `runtime`; those of training have not been compared with
+measurements yet.
+
+Shapes: T tokens of a packed sequence, R queries of a document, L layers, E hidden dim, H query heads, G KV
+heads, D head dim, n hidden states that the head reads.
 """
 
 from __future__ import annotations
 
-from longtrain.cache.row_sets import ReadBudget
+from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
-from longtrain.costs.training import PackedRow, StepCost
+from longtrain.costs.training import PackedSequence, StepCost
 from longtrain.methods.set_learning import BLOCK_BYTES, BLOCKS, KEY_ROWS
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, Config, hidden_of
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """Keys of all rows without a gradient, blocks of query rows, and keys once more.
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
+    """Estimate a step: keys of all tokens without a graph, blocks of queries, and the keys again.
 
-    Of the target stay its keys of all layers and the states that the head reads. A block of queries is
-    compared with every key of its document, by the head and by every layer of the target.
+    Of the target, its keys of all layers and the hidden states that the head reads stay in memory. A block of
+    queries is compared with every key of its document, by the head and by every layer of the target.
     """
     E, T = size.hidden_size, row.tokens
     n = len(hidden_of(config, size.n_layers))
@@ -53,9 +54,9 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
 
 
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
-    """Scores of all rows, by the head's keys of every token, and the target over the rows that they choose.
+    """Estimate a decoding step: the head's scores of all tokens, and the target over the entries it selects.
 
-    Nothing is drafted by the head itself. Choosing is in no figure: three launches that read scores.
+    The head drafts nothing itself. The selection is not included: three launches that read scores.
     """
     E, width = size.hidden_size, Width(8 * itemsize, 8 * itemsize)
     heads, dim = config.n_heads or size.n_heads, config.head_dim or size.head_dim
@@ -63,7 +64,7 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
     wide = E if config.variant == EMBEDDING else 2 * E
     fc = len(hidden_of(config, size.n_layers)) * E * E if config.variant == SHIFTED else 0
     weights = fc + wide * (config.sets * heads * dim + keys) + 3 * wide * config.mlp
-    # no layer and no LM head, which a forward counts in any case
+    # without a layer and the LM head, which `Forward` counts in any case
     score = Forward(width, layers=0, more_weights=weights - size.head, more_keys=keys)
     alone = Forward(width, seen=ReadBudget.rows)
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class RetrievalHead(SetScorer):
     """Trainable tensors, under the names of the draft's layer, and the table of sets.
 
-    The row of token s holds the embedding of token s and what the target left at token s - 1:
-    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s; with `mlp` u is `u + MLP(u)`. The
-    pair is that of EAGLE-3, whose row i holds the feature of token i and the embedding of token i + 1. So it
-    is known as soon as token s is, before the target reads it.
+    The input for token s is its embedding and the target's hidden state of token s - 1:
+    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, rotated by position s; with `mlp` u is `u + MLP(u)`.
+    The pair is that of EAGLE-3, whose position i has the feature of token i and the embedding of token i + 1.
+    So it is known as soon as token s is, before the target reads it.
 
     Args:
         config: hyperparameters.
@@ -41,8 +41,8 @@ class RetrievalHead(SetScorer):
     Raises:
         TargetMismatchError: a layer that the target does not have, or heads that cannot be mapped.
 
-    Source: SpeContext §4.3: the embedding and the projections to queries and keys are kept. Which features
-        enter is not said there.
+    Source: SpeContext §4.3: the embedding and the projections to queries and keys are kept. It does not say
+        which features enter.
     """
 
     evidence_LGX: Tensor
@@ -96,25 +96,25 @@ class RetrievalHead(SetScorer):
         self.register_buffer("table_LG", own + torch.arange(info.n_kv_heads) % groups)
         """The set that each KV head of the target reads."""
         self.register_buffer("evidence_LGX", torch.zeros(L, info.n_kv_heads, self.sets * groups))
-        """How much of each KV head's attention each set held, over training; `table_LG` follows from it."""
+        """Attention of each KV head that each set covered during training, used by `remap`."""
 
     @torch.no_grad()
     def remap(self) -> None:
-        """Each KV head reads the set that held most of its attention so far."""
+        """Assign to each KV head the set that covered most of its attention so far."""
         self.table_LG.copy_(self.evidence_LGX.argmax(-1))
 
     def entry(self, embed: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """What queries and keys are projected from.
+        """Return the input of the projections to queries and keys.
 
         Args:
             embed: embeddings [..., E]; with `mix` those of the last W tokens, [..., W, E].
-            states: the target's outputs at the token before, of `hidden`, each [..., E].
+            states: the target's hidden states of the token before, of layers `hidden`, each [..., E].
         """
         joined = self._joined(embed, states)
         return joined if self.mlp is None else joined + self.mlp(joined)
 
     def _joined(self, embed: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The normed embedding and what stands beside it; arguments: `entry`."""
+        """Return the normed embedding, with the normed feature if any; arguments as in `entry`."""
         normed = _normed(self.input_layernorm, embed)
         if self.mix is not None:
             return (normed * self.mix).sum(-2)
@@ -131,15 +131,15 @@ class RetrievalHead(SetScorer):
         return torch.cat((normed, _normed(self.hidden_norm, feature)), -1)
 
     def query(self, entry: Tensor, rope: Rope) -> Tensor:
-        """Turned queries [..., X * H, D], group after group."""
+        """Return rotated queries [..., X * H, D], group after group."""
         return self._turned(_product(self.q_proj, entry), self.q_norm, rope)
 
     def key(self, entry: Tensor, rope: Rope) -> Tensor:
-        """Turned keys [..., G, D], or [..., X * G, D] where each group has its own."""
+        """Return rotated keys [..., G, D], or [..., X * G, D] if each group has its own."""
         return self._turned(_product(self.k_proj, entry), self.k_norm, rope)
 
     def _turned(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
-        """Normed and turned heads [..., heads, D]; one kernel where no gradient is asked for."""
+        """Norm and rotate heads [..., heads, D]; by one kernel if no gradient is needed."""
         lead, size = x.shape[:-1], x.shape[-1]
         if not kernels_serve(x) or rope[0].shape[:-1] != lead:
             heads = x.unflatten(-1, (-1, self.dim))
@@ -152,7 +152,7 @@ class RetrievalHead(SetScorer):
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm; one kernel where no gradient is asked for."""
+    """Apply the norm; by one kernel if no gradient is needed."""
     assert isinstance(norm, RMSNorm)
     if not kernels_serve(x) or (torch.is_grad_enabled() and norm.weight.requires_grad):
         return norm(x)
@@ -160,7 +160,7 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """A product; of the few rows of a decoding step one that reads weights as fast as they come."""
+    """Apply a linear; for the few tokens of a decoding step by a kernel at memory bandwidth."""
     rows = x.reshape(-1, x.shape[-1])
     if not serves(rows, layer.weight):
         return layer(x)

@@ -1,7 +1,7 @@
-"""What the retrieval head's queries and keys are made of in training.
+"""The retrieval head's training objective: queries and keys of the head for `SetObjective`.
 
-Shapes: T tokens of a packed row, R rows, X sets, H query heads, G KV heads, D head dim, E hidden dim, W
-embeddings mixed.
+Shapes: T tokens of a packed sequence, R tokens, X sets, H query heads, G KV heads, D head dim, E hidden dim,
+W embeddings mixed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.methods.attention_teacher import Teacher
 from longtrain.methods.rope import ModuleRope
 from longtrain.methods.set_objective import ReadRow, SetObjective
@@ -19,17 +19,17 @@ from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 
 if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
+    from longtrain.data.packing.batch import Batch
     from longtrain.methods.spec import Loss
     from longtrain.targets.model import Target
 
 
 class RetrievalObjective(SetObjective):
-    """See `SetObjective`; with `mapping=calibrated` it also finds out which set each KV head is to read.
+    """Trains a retrieval head (`SetObjective`); with `mapping=calibrated` it also finds each KV head's set.
 
     Args:
         module: the head.
-        target: frozen.
+        target: the frozen target.
         config: hyperparameters.
 
     Note: the paper trains nothing.
@@ -44,7 +44,7 @@ class RetrievalObjective(SetObjective):
         self.key_offset = key_offset(config)
 
     def forward(self, batch: Batch) -> Loss:
-        """See `SetObjective`; what the batches of all ranks are evidence of counts on each of them."""
+        """Return the loss (see `SetObjective`); sum the evidence of all ranks' batches on every rank."""
         if not (self.module.training and self.config.mapping == "calibrated"):
             return super().forward(batch)
         evidence_LGX = self.module.evidence_LGX
@@ -57,33 +57,34 @@ class RetrievalObjective(SetObjective):
         self.module.remap()
         return loss
 
-    def learned(self, teacher: Teacher, law_XRS: Tensor, rows: int) -> None:
-        """Evidence of what each KV head's attention each set holds."""
+    def learned(self, teacher: Teacher, probs_XRS: Tensor, rows: int) -> None:
+        """Add the share of each KV head's attention that each set covers to the evidence."""
         if self.config.mapping == "calibrated":
-            teacher.add_evidence(law_XRS, rows, self.module.evidence_LGX)
+            teacher.add_evidence(probs_XRS, rows, self.module.evidence_LGX)
 
     def queries(self, row: ReadRow, at_R: Tensor, drawn: slice) -> Tensor:
-        """See `SetObjective`."""
+        """Compute the head's queries at these positions (see `SetObjective`)."""
         return self.module.query(self._entry(row, at_R), self._turn(row, at_R))
 
     def keys(self, row: ReadRow, start: int, stop: int) -> Tensor:
-        """See `SetObjective`."""
+        """Compute the head's keys of tokens start..stop (see `SetObjective`)."""
         at_R = torch.arange(start, stop, device=row.batch.ids_T.device)
         return self.module.key(self._entry(row, at_R), self._turn(row, at_R))
 
     def _turn(self, row: ReadRow, at_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary of these rows' positions in their documents."""
-        pos_T = packed_rows.positions(row.batch.bounds).to(at_R.device, non_blocking=True)
+        """Return the rotary cos and sin of these tokens' positions in their documents."""
+        pos_T = packed_sequences.positions(row.batch.bounds).to(at_R.device, non_blocking=True)
         return self.rope(pos_T[at_R])
 
     def _entry(self, row: ReadRow, at_R: Tensor) -> Tensor:
-        """What queries and keys of some packed rows are projected from."""
+        """Return the inputs of the projections to queries and keys for some tokens."""
         bounds = torch.tensor(row.batch.bounds, device=at_R.device)
         first_R = bounds[torch.searchsorted(bounds, at_R, right=True) - 1]
         head, ids_T = self.module, row.batch.ids_T
         if head.mix is not None:
             back_W = torch.arange(len(head.mix) - 1, -1, -1, device=at_R.device)
             place_RW = at_R[:, None] - back_W
+            # embeddings of another document become zeros
             inside = place_RW >= first_R[:, None]
             embed = self._mine(self.target.embed(ids_T[place_RW.clamp(min=0)]))
             return head.entry(embed * inside[..., None], ())
@@ -93,5 +94,5 @@ class RetrievalObjective(SetObjective):
         return head.entry(embed, [self._mine(state) for state in states])
 
     def _mine(self, x: Tensor) -> Tensor:
-        """What the target gave in the module's dtype, where autocast does not see to it."""
+        """Cast a tensor of the target to the module's dtype, unless autocast does so."""
         return x if torch.is_autocast_enabled(x.device.type) else x.to(self.module.q_proj.weight.dtype)

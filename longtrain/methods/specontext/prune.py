@@ -1,4 +1,4 @@
-"""A retrieval head from an EAGLE-3 draft: the weights that are kept, and what share of the draft they are."""
+"""Initialises a retrieval head from an EAGLE-3 draft's weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ log = get_logger(__name__)
 SAME = ("n_heads", "n_kv_heads", "head_dim", "attention_bias", "qk_norm", "rms_norm_eps", "rope")
 """Settings that the head and the draft must share."""
 OF_FEATURE = ("layers", "fc_norm", "norm_before_fc")
-"""Settings that they must share too where the head has the draft's feature."""
+"""Settings that they must share too if the head has the draft's feature."""
 PROJECTIONS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the head keeps of a draft.
+    """Return the weights of a draft that the head starts with.
 
-    Groups of layers begin with the same projections; a head of embeddings with those columns that read them.
+    All groups of layers start with the same projections; a head that reads only embeddings with the columns
+    for these.
 
     Args:
-        config: of the head.
-        tensors: of the draft, by name.
-        draft: configuration of the draft.
+        config: the head's configuration.
+        tensors: the draft's tensors, by name.
+        draft: the draft's configuration.
 
     Raises:
         ConfigError: the head is configured otherwise than the draft, or the draft reads other embeddings.
@@ -54,7 +55,7 @@ def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, An
             if (tensor := tensors.get(f"self_attn.{name}.{part}")) is None:
                 continue
             if config.variant == EMBEDDING and tensor.ndim == 2:
-                tensor = tensor[:, :hidden]  # the embedding comes first
+                tensor = tensor[:, :hidden]  # columns of the embedding come first
             copies = 1
             if name == "q_proj" or (name == "k_proj" and not config.share_keys):
                 copies = config.sets

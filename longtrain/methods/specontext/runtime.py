@@ -1,11 +1,11 @@
-"""The head at work: keys of every committed row, and scores before each forward of the target.
+"""The retrieval head at inference: stores a key of every committed token, and scores before each forward.
 
-With n tokens committed and the root after them, rows 0..n-1 are held; row n, of the root, is the query, and
-its key is made beside it. All that it is made of is known before the target reads the root: its embedding,
-and what the target left at token n - 1.
+With n tokens committed and the root after them, keys 0..n-1 are stored; token n, the root, gives the query,
+and its key is computed along with it. All its inputs are known before the target reads the root: its
+embedding, and the target's hidden states of token n - 1.
 
-Shapes: B batch, S slots or prompt tokens, P rows, X sets, H query heads, G KV heads, D head dim, E hidden
-dim, W embeddings mixed, L target layers.
+Shapes: B batch, S cache positions or prompt tokens, P tokens, X sets, H query heads, G KV heads, D head dim,
+E hidden dim, W embeddings mixed, L target layers.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.retrieval.own_keys import KeyedSelector
-from longtrain.kernels.row_scores import row_scores
+from longtrain.kernels.entry_scores import entry_scores
 from longtrain.methods.rope import ModuleRope
 from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
-from longtrain.targets.step import TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
-    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.entry_sets import ReadBudget
     from longtrain.decoding.roles import TokenTree, Verdict
     from longtrain.targets.model import Target
 
 CHUNK = 4096
-"""Rows of a prompt that are computed at once."""
+"""Prompt tokens that are computed at once."""
 
 
 class RetrievalSelector(KeyedSelector):
-    """Scores rows with a retrieval head (`decoding.retrieval.selector.Selector`).
+    """Scores KV entries with a retrieval head (`decoding.retrieval.selector.Selector`).
 
-    Its state is its own keys, and of each text what the next row is made of: the target's states at the last
-    token, or the last tokens. All are updated in place.
+    Its state is its own keys, and for each sequence the inputs of the next token: the target's hidden states
+    of the last token, or the embeddings of the last tokens. All are updated in place.
 
     Args:
         head: the module, in the target's dtype and on its device.
-        target: gives embeddings, hidden states, and rotary where the head has none of its own.
+        target: provides embeddings, hidden states, and rotary if the head has none of its own.
         config: hyperparameters.
         budget: see `Selector`.
 
@@ -52,17 +52,17 @@ class RetrievalSelector(KeyedSelector):
     def __init__(self, head: RetrievalHead, target: Target, config: Config, budget: ReadBudget) -> None:
         super().__init__(head.k_proj.weight, budget)
         self.head, self.target, self.config = head, target, config
-        self.want = Want(hidden=head.hidden)
+        self.outputs = OutputRequest(hidden=head.hidden)
         self.table_LG = head.table_LG.cpu()
         self._rope = ModuleRope(config, target)
         self._before: list[Tensor] = []
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """Take in the prompts."""
+        """Compute keys of the prompts and the inputs of the next token."""
         super().start(tokens_BS, n_B, step, cache)
         (B, S), head, device = tokens_BS.shape, self.head, tokens_BS.device
         assert self.cache is not None
-        slots, groups = S + self.cache.rows_left(), head.key_sets * head.heads[1]
+        slots, groups = S + self.cache.room_left(), head.key_sets * head.heads[1]
         (k_BSGD,) = self.reserve(1, B, slots, groups, head.dim)
         row_B1, size = torch.arange(B, device=device)[:, None], max(1, CHUNK // B)
         for first in range(0, S, size):
@@ -90,7 +90,7 @@ class RetrievalSelector(KeyedSelector):
             own.copy_(one)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """See `Selector`: scores_BXS of the cache's `used` slots; -inf in sequences that are not due.
+        """Return scores_BXS of the cache's `used` positions (`Selector`); -inf in sequences that are not due.
 
         Raises:
             ConflictError: called before `start`.
@@ -101,13 +101,13 @@ class RetrievalSelector(KeyedSelector):
         k_BSGD[torch.arange(len(len_B), device=len_B.device), len_B] = head.key(entry, rope)[:, 0]
         q_BXHD = head.query(entry, rope).view(len(root_B), head.n_sets, -1, head.dim)
         seen_B = len_B - offset if offset else len_B
-        if self.budget.every > 1 and cache.row_sets is not None:
-            seen_B = seen_B * cache.row_sets.due(len_B)  # of the others no key is read
+        if self.budget.every > 1 and cache.entry_sets is not None:
+            seen_B = seen_B * cache.entry_sets.due(len_B)  # 0: no keys of the others are read
         k_BSGD = k_BSGD[:, offset : cache.used + offset]
-        return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
+        return entry_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Keys of the accepted nodes but the root, whose key `ahead` made, and what the next row is made of.
+        """Store the keys of the accepted nodes except the root's, which `ahead` stored, and the next inputs.
 
         Raises:
             ConflictError: called before `start`.
@@ -130,25 +130,27 @@ class RetrievalSelector(KeyedSelector):
                 torch.where(goes_B1, x[row_B1, last_B1][:, 0], own, out=own)
         else:
             (before_BWE,), W = self._before, len(head.mix)
+            # [B, W - 1 + P, E], of which each token's window of W is a slice
             embed = torch.cat((before_BWE, embed), 1)
             parts = embed.unfold(1, W, 1).transpose(2, 3)[:, 1:], []
             before_BWE.copy_(embed[row_B1, n_B[:, None] + torch.arange(W - 1, device=n_B.device)])
         if P > 1:
             pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(1, P, device=n_B.device)
+            # keys of rejected nodes all go to the last place
             slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
             k_BSGD[row_B1, slot_BP] = self._keys(head.entry(*parts), pos_BP)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its keys and the next rows' inputs."""
+        """Return its keys and the inputs of the next tokens."""
         return (*super().tensors(), *self._before)
 
     def _entries(self, root_B1: Tensor) -> Tensor:
-        """What query and key of the root are projected from, [B, 1, ...]."""
+        """Return the input of the root's query and key projections, [B, 1, ...]."""
         embed = self.target.embed(root_B1)
         if self.head.mix is None:
             return self.head.entry(embed, [state[:, None] for state in self._before])
         return self.head.entry(torch.cat((self._before[0], embed), 1)[:, None], ())
 
     def _keys(self, entry: Tensor, pos_BP: Tensor) -> Tensor:
-        """Turned keys [B, P, ...] of rows at these positions."""
+        """Return rotated keys [B, P, ...] of tokens at these positions."""
         return self.head.key(entry, self._rope(pos_BP))

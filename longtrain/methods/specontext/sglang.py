@@ -1,7 +1,7 @@
-"""A retrieval head as a folder for SGLang's sparsity framework: weights, settings and the class that runs it.
+"""Writes a retrieval head as a folder for SGLang's sparsity framework: weights, settings and a class.
 
-SGLang hands its algorithms the tokens of a step and no hidden states, and takes one set for a layer. So only
-heads that read embeddings alone, and whose KV heads share a set, can be served.
+SGLang passes its algorithms the tokens of a step but no hidden states, and uses one set per layer. So only
+heads that read embeddings alone, and whose KV heads share a set, are supported.
 
 Source: `sglang/srt/mem_cache/sparsity` of SGLang 0.5.23.
 Shapes: L layers, G KV heads, V vocabulary, E hidden dim.
@@ -9,43 +9,38 @@ Shapes: L layers, G KV heads, V vocabulary, E hidden dim.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from longtrain import integrations
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError
-from longtrain.files import as_json, json_sha256, open_regular, read_json
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import as_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
 from longtrain.methods.specontext.config import EMBEDDING, Config, key_offset
 from longtrain.methods.specontext.config import FORMATS as NAMES
 from longtrain.methods.specontext.modules import RetrievalHead
-from longtrain.targets.info import TargetSketch
+from longtrain.methods.written_folders import read_written, record_of, shown_target
 
 if TYPE_CHECKING:
-    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
 
 (FORM,) = NAMES
 ABOUT, WEIGHTS, CODE = "specontext.json", "model.safetensors", "specontext_sglang.py"
 RECORD = "longtrain/record.json"
-CHECKSUM = "sha256"
-"""The key of the record that holds the checksum of all its others."""
 EMBEDDINGS, FREQUENCIES = "embed_tokens.weight", "inv_freq"
 ONE_SET = "train with method.sets=1 method.n_kv_heads=1 method.mapping=calibrated"
 
 
 def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
-    """Refuse a head that SGLang's interface cannot serve.
+    """Refuse a head that SGLang's interface does not support.
 
     Raises:
         ConfigError: it reads hidden states, or gives each KV head a set of its own.
@@ -65,18 +60,18 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
 def sglang_files(
     form: str, tensors: Mapping[str, Tensor], config: Config, target: Target, facts: dict[str, Any], name: str
 ) -> dict[str, bytes]:
-    """The files of a folder, by their path in it.
+    """Return the files of an exported folder, relative path -> content.
 
     Args:
         form: `sglang`.
         tensors: the head's state, by name.
         config: hyperparameters.
-        target: the frozen target: its embeddings, which are written too, its dtype and its facts.
+        target: the frozen target, for its embeddings (which are written too), dtype and sizes.
         facts: provenance of the training run.
         name: the folder's name.
 
     Raises:
-        ConfigError: a head that SGLang's interface cannot serve.
+        ConfigError: SGLang's interface does not support the head.
     """
     info = target.info
     refuse(form, config, info)
@@ -103,22 +98,15 @@ def sglang_files(
         WEIGHTS: save(weights, metadata={"format": "pt"}),
         CODE: (Path(integrations.__file__).parent / CODE).read_bytes(),
     }
-    sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    record: dict[str, Any] = {
-        "method": vars(config),
-        "target": info.to_json(),
-        "steps": facts.get("step"),
-        "files": sums,
-    }
-    record[CHECKSUM] = json_sha256(record)
-    return {**files, RECORD: as_json(record), "README.md": _card(name, config, info).encode()}
+    record = record_of(config, info, facts, files)
+    return {**files, RECORD: record, "README.md": _card(name, config, info).encode()}
 
 
 def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -> list[str]:
     """Compare a folder with its record, and with a target.
 
     Raises:
-        ArtifactError: a file is missing or another, or the embeddings are another target's.
+        ArtifactError: a file is missing or changed, or the embeddings are another target's.
     """
     found = read_folder(folder, trained_by)
     said = [f"{len(found.tensors)} tensors as they were exported", "SGLang's interface serves the head"]
@@ -133,52 +121,31 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
 
 
 def read_folder(folder: Path, trained_by: str | None) -> Imported:
-    """The head in a folder, to be run in an artifact's place.
+    """Read the head in a folder, to be used like an artifact's.
 
     Raises:
-        ConfigError: a trainer is named.
+        ConfigError: `trained_by` is given.
         ArtifactError: the folder is damaged, or was changed after the export.
     """
-    if trained_by is not None:
-        raise ConfigError(f"trained_by={trained_by}: {folder} was written by longtrain; leave trained_by out")
-    try:
-        record = read_json(folder / RECORD)
-        if record.pop(CHECKSUM, None) != json_sha256(record):
-            raise ArtifactError(f"{folder / RECORD} is not what was exported (its checksum differs)")
-        for name in (ABOUT, WEIGHTS, CODE):
-            with os.fdopen(open_regular(folder / name), "rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != record["files"][name]:
-                    raise ArtifactError(f"{folder / name} is not what was exported (sha256 differs)")
-        config, sketch = Config(**record["method"]), TargetSketch.from_json(record["target"])
+
+    def build(method: dict[str, Any], sketch: TargetSketch) -> tuple[Config, dict[str, Tensor]]:
+        config = Config(**method)
         refuse(FORM, config, sketch)
         tensors = load_file(folder / WEIGHTS)
         embed, _ = tensors.pop(EMBEDDINGS), tensors.pop(FREQUENCIES)
         if embed.shape != (sketch.vocab_size, sketch.hidden_size):
             raise ValueError(f"{EMBEDDINGS} is {tuple(embed.shape)}")
         RetrievalHead(config, sketch).load_state_dict(tensors)
-    except ArtifactError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        SafetensorError,
-        LongtrainError,
-    ) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ArtifactError(f"{folder} cannot be read: {said}; export it again, or copy it whole") from None
-    about = {"format": FORM, "trained_by": "longtrain", "folder": folder.name}
-    return Imported(vars(config), tensors, sketch, about)
+        return config, tensors
+
+    return read_written(folder, FORM, trained_by, RECORD, (ABOUT, WEIGHTS, CODE), build)
 
 
 def _set_of_layer(form: str, table_LG: Tensor) -> list[int]:
-    """The set that all KV heads of each layer read.
+    """Return the set that all KV heads of each layer read.
 
     Raises:
-        ConfigError: they read several.
+        ConfigError: the KV heads of a layer read several sets.
     """
     for layer, sets_G in enumerate(table_LG.tolist()):
         if len({*sets_G}) > 1:
@@ -190,8 +157,8 @@ def _set_of_layer(form: str, table_LG: Tensor) -> list[int]:
 
 
 def _card(name: str, config: Config, info: TargetInfo) -> str:
-    """The README.md of a folder."""
-    target = Path(info.name).name if Path(info.name).is_dir() else info.name or "TARGET"
+    """Return the README.md of a folder."""
+    target = shown_target(info)
     settings = {"algorithm": "specontext", "backend": "fa3", "page_size": 1, "top_k": 2048}
     settings |= {"min_sparse_prompt_len": 4096, "sinks": config.sinks, "window": config.window}
     settings |= {"head": name}

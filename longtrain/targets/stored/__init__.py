@@ -1,1 +1,1 @@
-"""What a target's folder or GGUF file stores: its files, quantised weights, and names of tensors."""
+"""Reads what a target's folder or GGUF file stores: files, quantised weights, and names of tensors."""

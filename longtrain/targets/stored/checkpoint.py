@@ -1,4 +1,4 @@
-"""The weights of a target folder under the names that transformers' models give them, dequantised."""
+"""Reads the weights of a target folder, dequantised and under the names of transformers' models."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from longtrain.targets.stored.quantised import (
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 BUFFERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors that old checkpoints store and a model computes anew."""
+"""Tensors that old checkpoints store and a model computes itself."""
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _AT_ONCE = 1 << 24
-"""Values that are compared at once."""
+"""Number of values that are compared at once."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight of a checkpoint, read when its rows are asked for.
+    """A weight of a checkpoint, read on request.
 
     Args:
-        name: what its file calls it.
+        name: its name in the file.
         file: for error messages.
-        shape: of the whole tensor.
-        rows: which rows -> their values, in a floating-point dtype.
+        shape: shape of the whole tensor.
+        rows: range along dim 0 -> its values, in a floating-point dtype.
     """
 
     name: str
@@ -52,9 +52,9 @@ class StoredWeights:
     """The weights of a target folder.
 
     Args:
-        folder: with config.json and weights.
-        device: where they are read to.
-        tied: whether config.json says that the LM head is the embeddings.
+        folder: folder with config.json and weights.
+        device: device that they are read to.
+        tied: True if config.json says that the LM head is the embeddings.
 
     Raises:
         ArtifactError: a file is missing or damaged, or a tensor belongs to no weight.
@@ -69,14 +69,14 @@ class StoredWeights:
         weights = [name for name in self._tensors if self._is_weight(name)]
         self._weights = {self._name(stored): stored for stored in weights}
         self.tied = tied and not self._has_other_head()
-        """Whether the LM head is the embeddings: transformers ties none where another one is stored."""
+        """True if the LM head is the embeddings: transformers ties none if a different one is stored."""
 
     def __iter__(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Name and weight, one file after the other."""
+        """Yield name and weight, one file after the other."""
         for name, stored in self._weights.items():
             if not (self.tied and name == HEAD):
                 yield name, self._weight(stored)
-            elif EMBEDDINGS not in self._weights:  # then the head is what both are, as in transformers
+            elif EMBEDDINGS not in self._weights:  # then the head is both, as in transformers
                 yield EMBEDDINGS, self._weight(stored)
 
     def _has_other_head(self) -> bool:
@@ -90,11 +90,11 @@ class StoredWeights:
         return not all(torch.equal(head.rows(part), embeddings.rows(part)) for part in parts)
 
     def _name(self, stored: str) -> str:
-        """What a model with an LM head calls a tensor; a checkpoint of the body alone leaves out `model.`."""
+        """Return a tensor's name in a model with an LM head; checkpoints of the body alone omit `model.`."""
         return stored if stored == HEAD else self._prefix + stored
 
     def _is_weight(self, name: str) -> bool:
-        """Whether a tensor is a weight, and not what belongs to one.
+        """Return True if a tensor is a weight, False if it belongs to one.
 
         Raises:
             ArtifactError: it is neither.
@@ -114,7 +114,7 @@ class StoredWeights:
         return not (self._quantisation.method and name.endswith(ACTIVATIONS))
 
     def _check_quantised(self, name: str, weight: str) -> None:
-        """Refuse scales that nothing explains, or that belong to no weight."""
+        """Refuse scales without a quantization_config, or that belong to no weight."""
         if not self._quantisation.method:
             raise ArtifactError(
                 f"{self._tensors.file_of[name]} has {name}, and config.json has no quantization_config that "

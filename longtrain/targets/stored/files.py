@@ -1,4 +1,4 @@
-"""The files of a target folder that hold its weights, and the tensors in them as they were written."""
+"""Finds the weight files of a target folder, and reads tensors from them as they were written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from longtrain.files import read_json
 from longtrain.pickled import read_pickled_tensors
 
 INT8_FILE = "weights.int8.safetensors"
-"""Rows stored as int8 with one scale each (`name` and `name.scale`); int8 * scale in bf16 is the weight."""
+"""File of int8 matrices with one scale a row (`name` and `name.scale`); the weight is their bf16 product."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, shards in order.
+    """Return the files that contain the weights, shards in order.
 
     Raises:
         ArtifactError: there are none, or an index names a file that is not there.
@@ -47,11 +47,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class StoredTensors:
-    """The tensors of a folder's weight files by name, each read when it is asked for.
+    """The tensors of a folder's weight files by name, each read on request.
 
     Args:
-        folder: the target's.
-        device: where safetensors are read to; those of a `.bin` file are read to the CPU.
+        folder: the target's folder.
+        device: device that safetensors are read to; those of a `.bin` file are read to the CPU.
 
     Raises:
         ArtifactError: a file is missing, truncated or unreadable.
@@ -60,7 +60,7 @@ class StoredTensors:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
         self.file_of: dict[str, Path] = {}
-        """Name -> its file, in the order of the files."""
+        """Tensor name -> its file, in the order of the files."""
         self._stores: dict[Path, Any] = {}
         for file in weight_files(folder):
             self.file_of |= dict.fromkeys(self._open(file).keys(), file)
@@ -72,13 +72,13 @@ class StoredTensors:
         return name in self.file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor; nothing is read."""
+        """Return the shape of a whole tensor without reading it."""
         file = self.file_of[name]
         store = self._open(file)
         return tuple(store[name].shape if file.suffix == ".bin" else store.get_slice(name).get_shape())
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Some rows of a tensor, in the dtype that it was stored in.
+        """Return a range of a tensor along dim 0, in the dtype that it was stored in.
 
         Raises:
             ArtifactError: the file is damaged.
@@ -93,7 +93,7 @@ class StoredTensors:
             raise _damaged(file, error) from error
 
     def _open(self, file: Path) -> Any:
-        """The open file; of `.bin` files two at a time are kept, since some are read whole."""
+        """Return the open file; at most two `.bin` files are kept open, since some are read whole."""
         if file not in self._stores:
             if file.suffix == ".bin":
                 for old in list(self._stores)[:-1]:
@@ -108,7 +108,7 @@ class StoredTensors:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
-    """What `torch.save` wrote, in either of its formats; nothing but tensors is accepted."""
+    """Load the tensors of a `torch.save` file, in either of its formats; other objects are refused."""
     try:
         return read_pickled_tensors(file, mmap=True)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A GGUF file as a target folder, dequantised once by transformers' reader and kept in the Hub's cache."""
+"""Converts a GGUF file to a target folder, dequantised once by transformers' reader, in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 RECORD = "gguf.json"
-"""Written into the folder: which file it was made of."""
+"""File in the folder that records which GGUF file it was made of."""
 FORM = 2
-"""The folder's form; with another number it is made anew."""
+"""Version of the folder's form; folders of another version are made anew."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""Factors of the rotary frequencies, where the type is llama3."""
+"""Tensor with the factors of the rotary frequencies, if their type is llama3."""
 LLAMA3_FACTORS = (8.0, 32.0)
-"""Factors of the Llama 3.1 to 3.3 models; the file does not name them."""
+"""Factors of the Llama 3.1 to 3.3 models, which the file does not name."""
 SHARD_BYTES = 1 << 30
 DEQUANTISED = FolderKind(
     "a dequantised GGUF file",
@@ -45,16 +45,16 @@ DEQUANTISED = FolderKind(
 
 
 def dequantised(file: Path) -> Path:
-    """The target folder of a GGUF file: config, fp32 weights and tokenizer, made where it is not there yet.
+    """Return the target folder of a GGUF file: config, fp32 weights and tokenizer, made on first use.
 
-    The weights are kept in fp32, since few products of a quantised number and its scales are bf16 numbers.
+    The weights are stored in fp32, since few products of a quantised number and its scales are bf16 numbers.
 
     Args:
         file: the GGUF file, whole.
 
     Raises:
         ConfigError: the package gguf is missing.
-        ArtifactError: the file is damaged, one of several parts, or has what transformers' reader leaves out.
+        ArtifactError: the file is damaged, one of several parts, or has something transformers' reader skips.
         TargetMismatchError: the model is not supported.
         LongtrainError: the folder cannot be written.
     """
@@ -74,12 +74,12 @@ def dequantised(file: Path) -> Path:
 
 
 def is_dequantised(file: Path) -> bool:
-    """Whether the target folder of a GGUF file is there, which otherwise takes minutes to make."""
+    """Return True if the target folder of a GGUF file exists; making it takes minutes."""
     return (_place(file)[0] / RECORD).is_file()
 
 
 def _place(file: Path) -> tuple[Path, str]:
-    """The target folder of a GGUF file, and the file's SHA-256."""
+    """Return the target folder of a GGUF file, and the file's SHA-256."""
     from huggingface_hub import cached_assets_path, constants
 
     status = file.stat()
@@ -89,7 +89,7 @@ def _place(file: Path) -> tuple[Path, str]:
 
 
 def record_of(folder: Path) -> dict[str, str]:
-    """Name, SHA-256 and quantisation of the GGUF file that a folder was made of.
+    """Return name, SHA-256 and quantisation of the GGUF file that a folder was made of.
 
     Raises:
         ArtifactError: the record is damaged.
@@ -106,7 +106,7 @@ def _sha256(file: Path, size: int, changed_ns: int) -> str:
 
 @lru_cache
 def _tell(file: str, folder: str) -> None:
-    """One line, once a process."""
+    """Warn once per process that the weights are rounded."""
     record = record_of(Path(folder))
     log.warning(
         "target=%s has the weights rounded to %s, expanded; results hold for them (sha256=%s), not for the "
@@ -129,7 +129,7 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         quantisation = _quantisation(reader)
         _refuse_parts(reader, file)
         with TemporaryDirectory() as empty:
-            alone = Path(empty) / file.name  # the reader would take tokenizer files that lie beside it
+            alone = Path(empty) / file.name  # the reader would take tokenizer files beside the file
             alone.symlink_to(file.absolute())
             config = _config(reader, alone, file)
             model, tokenizer = _load(alone, config, file)
@@ -168,11 +168,11 @@ def _write(file: Path, digest: str, folder: Path) -> None:
 
 
 def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in fp32 and tokenizer, as transformers reads them.
+    """Load the model in fp32 and the tokenizer with transformers.
 
     Args:
         alone: the file, in a folder of its own.
-        config: of the model.
+        config: config of the model.
         file: for messages.
 
     Raises:
@@ -193,10 +193,10 @@ def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTra
 
 
 def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
-    """The model's config, with what transformers' reader leaves out of the file's own words.
+    """Return the model's config, with the file's settings that transformers' reader skips.
 
     Args:
-        reader: of the file.
+        reader: reader of the file.
         alone: the file, in a folder of its own.
         file: for messages.
 
@@ -222,7 +222,7 @@ def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
 
 
 def _mend_rope(config: Any, reader: GGUFReader, arch: str, file: Path) -> None:
-    """Rotary scaling, which transformers' reader does not read."""
+    """Set the rotary scaling, which transformers' reader skips."""
     rope = config.rope_parameters
     scaling = f"{arch}.rope.scaling"
     kind = _value(reader, f"{scaling}.type") or "none"
@@ -242,10 +242,10 @@ def _mend_rope(config: Any, reader: GGUFReader, arch: str, file: Path) -> None:
 
 
 def _llama3(rope: dict[str, Any], head_dim: int, stored: np.ndarray, file: Path) -> dict[str, Any]:
-    """The llama3 parameters that give the factors which a file stores."""
+    """Return the llama3 parameters that give the frequency factors in a file."""
     known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     frequency = rope["rope_theta"] ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    share = np.clip((8192 * frequency / (2 * math.pi) - 1.0) / 3.0, 0, 1)  # of the frequency as it was
+    share = np.clip((8192 * frequency / (2 * math.pi) - 1.0) / 3.0, 0, 1)  # share of the unscaled frequency
     for factor in LLAMA3_FACTORS:
         if np.allclose(1 / (share + (1 - share) / factor), stored, rtol=1e-4):
             return {"rope_type": "llama3", "rope_theta": rope["rope_theta"], "factor": factor, **known}
@@ -263,7 +263,7 @@ def _refuse_parts(reader: GGUFReader, file: Path) -> None:
 
 
 def _refuse_left_out(reader: GGUFReader, model: PreTrainedModel, file: Path) -> None:
-    """Refuse tensors that transformers' reader passed over, since the model would be another without them."""
+    """Refuse tensors that transformers' reader skipped, since the model would be another without them."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = _value(reader, "general.architecture")
@@ -282,7 +282,7 @@ def _refuse_left_out(reader: GGUFReader, model: PreTrainedModel, file: Path) -> 
 
 
 def _quantisation(reader: GGUFReader) -> str:
-    """What the file says of itself (Q4_K_M), else the kind of most of its weights."""
+    """Return the file's own name of its quantisation (Q4_K_M), else the most frequent type of its weights."""
     from gguf import LlamaFileType
 
     try:
@@ -295,14 +295,14 @@ def _quantisation(reader: GGUFReader) -> str:
 
 
 def _name_ends(reader: GGUFReader, tokenizer: Any) -> None:
-    """Give the tokenizer the first and last token that the file names: transformers 5.17 mixes them up."""
+    """Set the tokenizer's first and last token by the file: transformers 5.17 confuses them."""
     for name in ("bos", "eos"):
         if (id_ := _value(reader, f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(id_)))
 
 
 def _ends(reader: GGUFReader, tokenizer: Any) -> dict[str, Any]:
-    """The generation config: all tokens that end a text, as the file names them."""
+    """Return the generation config: all tokens that end a text, as the file names them."""
     found = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = sorted({int(one) for one in (tokenizer.eos_token_id, *found) if one is not None})
     ids = {
@@ -314,7 +314,7 @@ def _ends(reader: GGUFReader, tokenizer: Any) -> dict[str, Any]:
 
 
 def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """The model's weights in parts of about a gigabyte, a tied head left out."""
+    """Yield the model's weights in parts of about a gigabyte, without a tied head."""
     part: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if part and sum(one.nbytes for one in part.values()) + weight.nbytes > SHARD_BYTES:
@@ -325,6 +325,6 @@ def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _value(reader: GGUFReader, key: str) -> Any:
-    """A value of the file's metadata; None: it has none of this name."""
+    """Return a value of the file's metadata; None if there is none of this name."""
     field = reader.get_field(key)
     return None if field is None else field.contents()

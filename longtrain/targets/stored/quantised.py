@@ -1,4 +1,4 @@
-"""Quantised checkpoints: those of which a weight is one product are read, all others refused by name.
+"""Dequantises checkpoints whose weights are one product of values and scales; refuses all others by name.
 
 Shapes: [rows, columns] of a linear's weight, [grid rows, grid columns] of its scales.
 """
@@ -19,10 +19,10 @@ READ = "fp8 (weight_scale_inv or weight_scale), compressed-tensors with 8 bits"
 """Kinds of quantised checkpoints that are read, for messages."""
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
-"""Formats of compressed-tensors that store a weight as it is, beside its scales."""
+"""Formats of compressed-tensors that store a weight unpacked, beside its scales."""
 
 SCALES = (".weight_scale_inv", ".weight_scale")
-"""How the names of a weight's scales end."""
+"""Endings of the names of a weight's scales."""
 
 ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point", ".k_scale",
                ".v_scale")  # fmt: skip
@@ -35,14 +35,14 @@ _METHODS = {
     r"_(blocks|scales)$": "MXFP4",
     r"\.(weight_(packed|shape|g_idx|global_scale)|bitmask)$": "compressed-tensors (packed)",
 }
-"""How names of tensors end -> the method that writes them, where config.json does not say it."""
+"""Endings of tensor names -> the method that writes them, if config.json does not state it."""
 
 _NAMES = {"gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What config.json says of quantised weights.
+    """The quantisation that config.json states.
 
     Args:
         method: `quant_method`; empty: the weights are not quantised.
@@ -54,7 +54,7 @@ class Quantisation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> Quantisation:
-        """Read it from the values of a config.json.
+        """Read the quantisation from the values of a config.json.
 
         Args:
             config: the values.
@@ -91,7 +91,7 @@ class Quantisation:
 
 
 def not_read(where: str, method: str) -> TargetMismatchError:
-    """The error of a checkpoint that was quantised with a method that is not read."""
+    """Build the error for a checkpoint that is quantised by a method that is not read."""
     return TargetMismatchError(
         f"target {where} is quantised with {method}, which is not read; of quantised checkpoints these "
         f"are: {READ}; pass the model as it was before, in bf16 or fp16"
@@ -99,7 +99,7 @@ def not_read(where: str, method: str) -> TargetMismatchError:
 
 
 def method_of(name: str) -> str:
-    """The method that stores a tensor of this name, where it is one that is not read; empty: none known."""
+    """Return the unsupported method that stores a tensor of this name; empty if none is known."""
     return next((method for ends, method in _METHODS.items() if re.search(ends, name)), "")
 
 
@@ -108,9 +108,9 @@ class Scales:
     """The scales of one weight.
 
     Args:
-        values: as they are stored.
+        values: the scales as they are stored.
         block: rows and columns of the weight that share one.
-        inverse: named `weight_scale_inv`: the product is made in fp32. Others are multiplied in their dtype.
+        inverse: True for `weight_scale_inv`: the product is in fp32. Others are multiplied in their dtype.
     """
 
     values: Tensor
@@ -121,13 +121,13 @@ class Scales:
     def of(
         cls, name: str, values: Tensor, shape: Sequence[int], quantisation: Quantisation, *, inverse: bool
     ) -> Scales:
-        """How scales belong to a weight.
+        """Match scales to a weight.
 
         Args:
-            name: the weight's.
+            name: the weight's name.
             values: its scales: one, one for each row [rows, 1], or a grid of one for each block.
-            shape: the weight's.
-            quantisation: it says how large blocks are; the last of a row or column may be smaller.
+            shape: the weight's shape.
+            quantisation: gives the block sizes; the last block of a row or column may be smaller.
             inverse: see `Scales`.
 
         Raises:
@@ -153,12 +153,12 @@ class Scales:
         return cls(values, (shape[0] // grid[0], shape[1] // grid[1]), inverse)
 
     def dequantise(self, weight: Tensor, rows: slice, count: int) -> Tensor:
-        """Rows of a weight times their scales, as transformers computes them.
+        """Multiply rows of a weight by their scales, as transformers does.
 
         Args:
             weight: the rows [len(rows), columns], fp8 or int8.
-            rows: which of the whole weight they are.
-            count: rows of the whole weight.
+            rows: their range in the whole weight.
+            count: number of rows of the whole weight.
 
         Source: `Fp8Dequantize` of transformers (fp32, its result rounded once) and `dequantize` of
             compressed-tensors (in the scales' dtype).
@@ -173,14 +173,14 @@ class Scales:
 
 
 def _numbers(scales: Tensor) -> Tensor:
-    """Scales as numbers: stored bytes and `float8_e8m0fnu` are powers of two."""
+    """Return scales as numbers: stored bytes and `float8_e8m0fnu` are powers of two."""
     if scales.dtype == torch.uint8:
         return (scales.float() - 127.0).exp2()
     return scales.float() if scales.dtype.itemsize == 1 else scales
 
 
 def _object(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """A part of quantization_config that holds keys of its own; empty where it is not given.
+    """Return a nested mapping of quantization_config; empty if it is not given.
 
     Raises:
         ArtifactError: it is something else.
@@ -199,7 +199,7 @@ def _groups(values: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def _not_read(values: Mapping[str, Any], where: str) -> str:
-    """Why weights of compressed-tensors are not read; empty: they are."""
+    """Return why weights of compressed-tensors are not read; empty if they are."""
     groups = _groups(values, where)
     for form in [values.get("format"), *(group.get("format") for group in groups)]:
         if form is not None and form not in FORMATS:
@@ -216,7 +216,7 @@ def _not_read(values: Mapping[str, Any], where: str) -> str:
 
 
 def _pairs(found: Sequence[Any], where: str) -> tuple[tuple[int, int], ...]:
-    """Blocks of rows and columns, where they are two sizes.
+    """Return the block sizes that are pairs of rows and columns.
 
     Raises:
         ArtifactError: sizes that no block has.

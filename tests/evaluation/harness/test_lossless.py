@@ -11,7 +11,7 @@ import torch
 from longtrain import methods
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness import lossless
@@ -20,11 +20,10 @@ from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logit
 from longtrain.journals import read_journal, with_checksum
 from longtrain.methods import policies
 from longtrain.methods.kvzap.runtime import KVzapEvictor
-from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
 from longtrain.systems.system import ARTIFACT, COMBINED
 from longtrain.targets.loading import load_target, random_target
-from longtrain.targets.shapes import SHAPES
+from tests.helpers import HEADS_OF_64, attached
 
 from .toys import suite, task
 
@@ -33,22 +32,21 @@ NEW = 8
 
 
 def draft_for(target):
-    spec, config = methods.get("longspec"), Config(window=16)
-    return spec.attach(spec.build(config, target.info), target, config, {}).draft
+    return attached("longspec", target, window=16).draft
 
 
 def systems_for(target, *, shape=CHAIN, pair="full"):
     return [FULL_CACHE, System("draft", ARTIFACT, "draft", None, Parts(draft_for(target)), shape, {}, pair)]
 
 
-def ledger_of(made, name):
+def journal_of(made, name):
     (path,) = (made.folder / "ledger").glob(f"{name}-*.jsonl")
     return path
 
 
 def change(made, name, edit, example="copy-1"):
     """`edit(turn)` in the record of an example, as if the system had given it."""
-    path = ledger_of(made, name)
+    path = journal_of(made, name)
     lines = [values for _, values in read_journal(path, advice="")]
     for line in lines[1:]:
         for record in line["payload"]["records"]:
@@ -93,14 +91,14 @@ def test_a_gap_is_that_of_the_logits_where_texts_part(session, half):
     hidden = half.packed(text, torch.arange(len(text)), (0, len(text))).hidden[-1][-1]
     logits = half.head(hidden).float()
     worst = int(logits.argmin())
-    want = float(logits.max() - logits.min())
+    expected = float(logits.max() - logits.min())
     _, found, exact = outcome(session, half, exchange(3, worst), folder=made.folder.parent / "again")
     assert not exact["strict"] and exact["judged"] and exact["compared"] == 3
     (first,) = (one for one in exact["first"] if one["example"] == "copy-1")
     noise = exact["noise"]
-    assert first["position"] == 3 and first["gap"] == pytest.approx(want, abs=2e-2)
+    assert first["position"] == 3 and first["gap"] == pytest.approx(expected, abs=2e-2)
     assert first["multiple"] == pytest.approx(first["gap"] / noise["largest"])
-    assert 0 < noise["largest"] < 0.2 * want and noise["allowed"] == 2 * noise["largest"]
+    assert 0 < noise["largest"] < 0.2 * expected and noise["allowed"] == 2 * noise["largest"]
     assert noise["texts"] == len(exact["first"]) and noise["tokens"] == WINDOW * noise["texts"]
     assert exact["violations"] == exact["wrong"] == 1
     assert any(note.startswith("drafted texts of draft in task copy differ") for note in found["notes"])
@@ -206,7 +204,7 @@ def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
     assert notes and all(
         line.endswith("no system of this run has the same cache and no draft") for line in notes
     )
-    iid = systems_for(target, shape=TreeShape((1, 1), Law.IID), pair=None)
+    iid = systems_for(target, shape=TreeShape((1, 1), ChildChoice.IID), pair=None)
     sampled = session("second", suite(task(examples=2)), (), systems=iid, sampling=Sampling(temperature=1.0))
     sampled.work()
     (note,) = sampled.finish().results["notes"]
@@ -216,16 +214,13 @@ def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
 @pytest.mark.parametrize("kind", ["plain", "snapkv", "kvzap", "quantspec"])
 def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
     """The engine's choice never has a gap, with whatever evictor and cache; without these some has."""
-    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
-    target = random_target(shape, seed=0)
+    target = random_target(HEADS_OF_64, seed=0)
     prompt = torch.randint(97, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     parts = Parts()
     if kind == "snapkv":
         parts = Parts(evictor=policies.get("snapkv", budget=Budget(33)))
     if kind == "quantspec":
-        spec = methods.get("quantspec")
-        config = spec.config(draft=False)
-        parts = spec.attach(spec.build(config, target.info), target, config, {})
+        parts = attached("quantspec", target, draft=False)
     if kind == "kvzap":  # goes on evicting while the answer grows
         spec = methods.get("kvzap")
         module = spec.build(spec.config(), target.info)

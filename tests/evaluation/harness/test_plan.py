@@ -9,35 +9,20 @@ import pytest
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.plan import part_of, plan, remaining
-from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.task import Example, Task
 
 from .toys import suite, task
 
 
-class Warm(Task):
-    """Two temperatures, and the run's own."""
-
-    def temperature(self, example: Example) -> float | None:
-        return {0: None, 1: 0.0, 2: 0.7}[int(example.id.split("-")[1]) % 3]
-
-
-def warm() -> Suite:
-    return Suite("warm", (Warm(**vars(task(examples=11))),))
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 100])
 def test_every_example_once_in_even_batches(batch):
-    for asked in (suite(), warm()):
+    for asked in (suite(), suite(task(examples=11))):
         units = plan(asked, batch=batch)
         places = [place for unit in units for place in unit.places]
         every = [(t.name, e.id) for t in asked.tasks for e in t.examples()]
         assert sorted(places) == sorted(every) and len(set(places)) == len(places)
         assert all(1 <= len(unit.examples) <= batch for unit in units)
         assert len({unit.key for unit in units}) == len(units)
-        for unit in units:
-            assert len({unit.task.temperature(one) for one in unit.examples}) == 1
-        one_task = [unit for unit in units if unit.task is asked.tasks[0] and unit.temperature is None]
+        one_task = [unit for unit in units if unit.task is asked.tasks[0]]
         sizes = [unit.task.size(one) for unit in one_task for one in unit.examples]
         assert sizes == sorted(sizes, reverse=True)
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.suite import Scale
-from longtrain.evaluation.task import Task
 
 from .toys import suite, task
 
@@ -26,12 +25,7 @@ def results(session):
 
 @pytest.mark.parametrize(("heat", "fits"), [(0.0, False), (0.8, True)])
 def test_a_greedy_score_may_be_a_point_off_and_a_drawn_one_half_the_interval(heat, fits):
-    class Warm(Task):
-        def temperature(self, example):
-            return heat
-
-    asked = suite(task())
-    asked = replace(asked, tasks=(Warm(**vars(asked.tasks[0])),))
+    asked = suite(task(temperature=heat))
     entry = {"score": 40.0, "low": 30.0, "high": 50.0, "source": "home"}
     entry["protocol"] = {"decoding": {"temperature": 0.5}}
     assert recorded.compare(asked, entry, 40.9)["status"] == "equal"

@@ -9,7 +9,7 @@ import torch
 
 from longtrain.assets import asset_dir
 from longtrain.cache.dense import DenseCache
-from longtrain.decoding import phases
+from longtrain.decoding import decode_step
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape
 from longtrain.decoding.tree import chain, depths
@@ -23,7 +23,7 @@ from longtrain.evaluation.task import Example, Task
 from longtrain.systems import FULL_CACHE, System
 from longtrain.systems.system import ARTIFACT
 from longtrain.targets.loading import load_target
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 from .test_lossless import change as edit_record
 
@@ -33,7 +33,7 @@ TEXTS, PROMPT, NEW = 3, 120, 28
 CHAIN, TREE = TreeShape((1, 1, 1)), TreeShape((3, 2))
 
 
-class Foretold:
+class Predicted:
     """A draft that knows what plain decoding writes, and drafts it behind tokens that are wrong.
 
     Args:
@@ -41,7 +41,7 @@ class Foretold:
         wrong_at: drafts a wrong token there; None: nowhere.
     """
 
-    want = Want()
+    outputs = OutputRequest()
 
     def __init__(self, texts, wrong_at=None):
         self.texts, self.wrong_at = texts, wrong_at
@@ -50,7 +50,7 @@ class Foretold:
         self.cache, self.n_B = cache, n_B
         self.own = [self.texts[tuple(row[:n].tolist())] for row, n in zip(tokens_BS, n_B, strict=True)]
 
-    def propose(self, root_B, shape, sampling, coins):
+    def propose(self, root_B, shape, sampling, rng):
         ids = torch.tensor([self._nodes(*one, shape) for one in zip(self.own, self._done(), strict=True)])
         ids[:, 0] = root_B
         if set(shape.widths) == {1}:
@@ -113,7 +113,7 @@ def run(session, noisy, prompts, plain):
             written=lambda one: Encoded(tuple(prompts[int(one.fields["text"])]), False),
         )  # fmt: skip
         texts = {tuple(prompt): text for prompt, text in zip(prompts, plain, strict=True)}
-        draft = System("draft", ARTIFACT, "draft", None, Parts(Foretold(texts, wrong_at)), shape, {}, "full")
+        draft = System("draft", ARTIFACT, "draft", None, Parts(Predicted(texts, wrong_at)), shape, {}, "full")
         return session(
             asked=Suite("toy", (task,)), entries=(), target=noisy, systems=[FULL_CACHE, draft], batch=TEXTS
         )
@@ -156,13 +156,15 @@ def test_a_close_call_that_went_the_other_way_is_rounding(run, noisy, prompts, p
 
 def _off_by_one(patch):
     """Drafted nodes stand one position too far on."""
-    real = phases.positions
-    patch.setattr(phases, "positions", lambda tree, root_B: real(tree, root_B) + (tree.depth_N > 0))
+    real = decode_step.positions
+    patch.setattr(decode_step, "positions", lambda tree, root_B: real(tree, root_B) + (tree.depth_N > 0))
 
 
 def _siblings_seen(patch):
     """Nodes see everything before them, siblings too."""
-    patch.setattr(phases, "visible", lambda parents: torch.ones(*parents.shape, parents.shape[1]).tril() > 0)
+    patch.setattr(
+        decode_step, "visible", lambda parents: torch.ones(*parents.shape, parents.shape[1]).tril() > 0
+    )
 
 
 def _stale_entry(patch):
@@ -182,7 +184,7 @@ def _stale_entry(patch):
 
 def _first_child_accepted(patch):
     """The first drafted token of the third cycle is accepted whatever it is."""
-    real, seen = phases.verify, []
+    real, seen = decode_step.verify, []
 
     def verify(tree, logits_BNV, *rest, **options):
         if tree.tokens_BN.shape[1] > 1:
@@ -192,7 +194,7 @@ def _first_child_accepted(patch):
                 logits_BNV[range(TEXTS), 0, tree.tokens_BN[:, 1]] = 1e4
         return real(tree, logits_BNV, *rest, **options)
 
-    patch.setattr(phases, "verify", verify)
+    patch.setattr(decode_step, "verify", verify)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import Law, TreeShape
+from longtrain.decoding.roles import ChildChoice, TreeShape
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.files import sealed
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
 from longtrain.systems import DRAFT, EVICTOR, FULL_CACHE, Builder, parse
 from longtrain.targets.loading import random_target
-from longtrain.targets.shapes import SHAPES
+from tests.helpers import HEADS_OF_64
 
 from .toys import suite, task
 
@@ -121,7 +121,7 @@ def test_artifacts_and_policies_together(build):
 
 def test_sampled_texts_are_compared_only_where_drafts_are_deterministic(build):
     assert build({"artifact": "longspec"}, greedy=False)[1].lossless_of == "full"
-    iid = TreeShape((1, 1), Law.IID)
+    iid = TreeShape((1, 1), ChildChoice.IID)
     assert build({"artifact": "longspec"}, shapes=(iid,), greedy=False)[1].lossless_of is None
     assert build({"artifact": "longspec"}, shapes=(iid,))[1].lossless_of == "full"
 
@@ -150,16 +150,14 @@ def test_texts_of_every_combination_are_those_without_the_draft(session, target,
     records = {record.system: record for record in made.records() if record.example == longest}
     assert records["longspec chain 3"].cycles and records["snapkv@40"].cycles is None
     assert all(cycle.drafted == 3 for row in records["longspec chain 3"].rows() for cycle in row)
-    rows = {name: [turn.kept_rows for turn in record.turns] for name, record in records.items()}
+    rows = {name: [turn.kept_entries for turn in record.turns] for name, record in records.items()}
     assert rows["full"] == [records["full"].prompt_tokens] and rows["snapkv@40"] == [40.0]
 
 
 @pytest.fixture(scope="module")
 def wide():
     """Heads of the size that a quantised cache needs."""
-    return random_target(
-        {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}, seed=0
-    )
+    return random_target(HEADS_OF_64, seed=0)
 
 
 def test_methods_without_training_alone_and_beside_others(wide):
@@ -203,7 +201,7 @@ def test_methods_without_training_alone_and_beside_others(wide):
         (["snap"], {}, ConfigError, r"other entries: .*\{artifact: NAME\}.*\{method: NAME\}"),
         (["snapkv", "snapkv"], {}, ConfigError, r"two systems named snapkv@40; give each once"),
         (["snapkv"], {"budgets": ()}, ConfigError, r"suite\.budgets=\[\] and snapkv evicts"),
-        (["snapkv"], {"budgets": (16,)}, ConfigError, r"16 rows and snapkv keeps 32 in any case"),
+        (["snapkv"], {"budgets": (16,)}, ConfigError, r"16 entries and snapkv always keeps 32"),
         ([{"artifact": "longspec"}], {"shapes": ()}, ConfigError, r"drafts, and decode\.shape=\[\]"),
         (
             [{"artifact": "longspec"}],
@@ -277,15 +275,6 @@ def test_random_weights_stand_in_for_training(target):
         parse({"method": "longspec", "acceptance": 2})
 
 
-def test_texts_of_untrained_drafts_are_those_of_the_full_cache(build):
-    snap = {"method": {"name": "magicdec", "policy": "snapkv", "budget": 0.5}, "label": "SnapKV draft"}
-    found = build({"method": "magicdec"}, snap, {"method": {"name": "prompt_lookup", "ngram": 2}})
-    assert [system.name for system in found] == ["full", "magicdec", "SnapKV draft", "prompt_lookup ngram=2"]
-    assert all(system.drafts and system.lossless_of == FULL_CACHE.name for system in found[1:])
-    assert found[2].facts["method"]["policy"] == "snapkv" and found[2].facts["method"]["budget"] == 0.5
-    assert found[1].facts["method"]["least_tokens"] == 128 and found[3].facts["shape"] == [1, 1, 1]
-
-
 def test_on_a_quantised_cache_untrained_drafts_repeat_its_texts(wide):
     """QuantSpec's cache without its draft is what they are compared with."""
     builder = Builder(wide, [], [CHAIN], {}.__getitem__)
@@ -296,11 +285,3 @@ def test_on_a_quantised_cache_untrained_drafts_repeat_its_texts(wide):
     assert found[2].name == "magicdec cache=hierarchical" and found[2].parts.cache is not None
     with pytest.raises(ConfigError, match=r"prompt_lookup: cache=int4; allowed: plain, hierarchical"):
         builder.systems([{"method": {"name": "prompt_lookup", "cache": "int4"}}])
-
-
-def test_beside_an_evictor_untrained_drafts_repeat_its_texts(build):
-    found = build("snapkv", {"method": "prompt_lookup", "policy": "snapkv"}, budgets=(40,))
-    assert [system.name for system in found] == ["full", "snapkv@40", "prompt_lookup+snapkv@40"]
-    assert found[2].evicts and found[2].drafts
-    with pytest.raises(ConfigError, match=r"unknown key 'tokens'; known: policy, budget"):
-        build({"method": {"name": "magicdec", "tokens": 4}})

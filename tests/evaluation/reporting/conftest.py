@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from longtrain.decoding.stats import Cycle
-from longtrain.evaluation.figures.outcomes import output
-from longtrain.evaluation.figures.results import assemble
-from longtrain.evaluation.figures.statistics import Bootstrap
+from longtrain.evaluation.analysis.numbers import output
+from longtrain.evaluation.analysis.results import assemble
+from longtrain.evaluation.analysis.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task

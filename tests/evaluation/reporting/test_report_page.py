@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -5,9 +6,28 @@ from importlib import resources
 
 import pytest
 
-from longtrain.errors import ConfigError
 from longtrain.evaluation.reporting import page as page_module
-from longtrain.evaluation.reporting.page import COMPARE_SCRIPTS, RUN_SCRIPTS, as_script, page, thinned
+from longtrain.evaluation.reporting.page import SCRIPTS, as_script, page, thinned
+
+DOT = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+TIMINGS = {
+    "device": "cpu",
+    "speed": [
+        {
+            "task": "lcc", "length": None, "prompts": 2, "batch": 1, "max_new_tokens": 64,
+            "metrics": {
+                name: {
+                    "tokens_per_s": 10.0 * ratio, "ratio": ratio, "ratio_range": [ratio - 0.5, ratio + 1],
+                    "end_to_end_tokens_per_s": 9.0, "end_to_end_ratio": 1.0, "ms_per_cycle": 2.0,
+                    "cache_bytes": 1 << 21, "draft_bytes": 0, "peak_device_bytes": None,
+                }
+                for name, ratio in (("full", 1.0), ("longspec_llama8b", 2.5))
+            },
+        }
+    ],
+}  # fmt: skip
 
 
 class Elements(HTMLParser):
@@ -33,7 +53,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html(made):
-    return page(made.results, made.examples).decode()
+    return page(made.results, made.examples, timings=TIMINGS, pictures={"dot.png": DOT}).decode()
 
 
 def parsed(html):
@@ -42,44 +62,67 @@ def parsed(html):
     return found
 
 
-def test_the_data_arrive_whole_whatever_the_outputs_are(made, html):
+def test_the_examples_arrive_whole_whatever_the_outputs_are(made, html):
     data = json.loads(parsed(html).scripts[0])
-    assert data["results"] == made.results
     assert data["examples"] == json.loads(json.dumps(made.examples))
     assert data["examples_total"] == len(made.examples) == 80
+    assert [system["name"] for system in data["systems"]] == [system.name for system in made.systems]
+
+
+def test_the_page_has_the_tables_of_the_report_with_values_to_sort_by(made, html):
+    rows = re.findall(r"<tr>(<td>.*)</tr>", html.split("<h2>Systems</h2>")[1].split("</table>")[0])
+    assert [re.match("<td>([^<]*)</td>", row)[1] for row in rows] == [one.name for one in made.systems]
+    for row, system in zip(rows, made.results["systems"], strict=True):
+        assert f'data-value="{system["average"]["value"]:g}"' in row
+        versus = system["versus_full"]
+        assert ("<b>" in row) == bool(versus and versus["larger_than_noise"])
+    speed = html.split("<h2>Speed</h2>")[1]
+    assert '2.50 × <span class="range">(2.00 to 3.50)</span>' in speed
+    assert "do not predict speed on a GPU" in speed
 
 
 def test_nothing_from_outside_becomes_an_element(made, html):
-    """The elements are those of the template: no output adds one."""
-    template = resources.files(page_module.__package__).joinpath("web", "page.html").read_text("utf-8")
-    scripts = ["script"] * len(RUN_SCRIPTS) + ["script"]  # and plotly
-    assert [tag for tag, _ in parsed(html).tags] == [tag for tag, _ in parsed(template).tags] + scripts
+    """Outputs are data; names, notes and settings are escaped."""
+    allowed = {
+        "src",
+        "alt",
+        "class",
+        "id",
+        "type",
+        "scope",
+        "data-value",
+        "lang",
+        "charset",
+        "name",
+        "content",
+    }
+    for tag, attributes in parsed(html).tags:
+        assert set(attributes) <= allowed | {"http-equiv"}, tag
+    assert len(parsed(html).scripts) == 1 + len(SCRIPTS)
     assert "window.broken" in html  # it is there, as data
-    assert (
-        "<script>window.broken" not in html and "<img" not in html.split("</style>")[1].split("<script>")[0]
-    )
+    assert "&lt;b&gt;{context}&lt;/b&gt;" in html  # of the protocol's settings
+    assert "<script>window.broken" not in html
 
 
 def test_a_title_is_escaped(made):
     results = {**made.results, "title": "</title><script>window.broken = 3</script> [[data]] \\g<0>"}
     html = page(results, []).decode()
     assert "<title>&lt;/title&gt;&lt;script&gt;window.broken = 3" in html
-    assert len(parsed(html).scripts) == 2 + len(RUN_SCRIPTS)
+    assert len(parsed(html).scripts) == 1 + len(SCRIPTS)
 
 
 def test_the_page_asks_the_network_for_nothing(html):
-    own = html.split("<script>")[0]
-    assert "default-src 'none'" in own
+    assert "default-src 'none'" in html
     for tag, attributes in parsed(html).tags:
-        assert not {"src", "srcset", "data"} & set(attributes), tag
+        assert not {"srcset", "data", "href"} & set(attributes), tag
         assert tag not in ("link", "iframe", "object", "embed")
-        assert attributes.get("href", "#").startswith("#")
-    style = own.split("<style>")[1].split("</style>")[0]
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+    style = html.split("<style>")[1].split("</style>")[0]
     assert "@import" not in style and "url(" not in style
 
 
 def test_scripts_of_the_page_never_write_markup():
-    for name in {*RUN_SCRIPTS, *COMPARE_SCRIPTS}:
+    for name in SCRIPTS:
         code = resources.files(page_module.__package__).joinpath("web", name).read_text("utf-8")
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|fetch\(", code
@@ -107,9 +150,3 @@ def test_examples_that_do_not_fit_are_thinned_evenly():
     assert places == sorted(places)
     assert min(places) < 5 and max(p for p in places if p < 50) >= 45
     assert [line["task"] for line in thinned(lines, 1)] == ["a", "b", "rare"]
-
-
-def test_without_plotly_the_page_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'longtrain\[report\]'"):
-        page_module.check_plotly()

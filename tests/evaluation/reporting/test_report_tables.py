@@ -3,10 +3,11 @@ import re
 
 import pytest
 
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.reporting.comparisons import card_table
+from longtrain.evaluation.reporting.document import ReportTable, difference
 from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, headline, pictures
-from longtrain.evaluation.reporting.tables import difference, summary, table
+from longtrain.evaluation.reporting.tables import summary, table
 from longtrain.tables import escaped
 
 
@@ -20,7 +21,7 @@ def test_the_table_says_title_notes_protocol_and_every_system(made):
     text = table(made.results)
     assert text.startswith("# Variant of LongBench: llama31_8b\n")
     assert "\n- 5 of 16 tasks; 10 rows of each, fewer than published\n" in text
-    assert "`3f9a1c0be27d4456`" in text
+    assert "protocol 3f9a1c0be27d4456." in text
     rows = lines_of(text, "Systems")
     assert [row[0] for row in rows[2:]] == [system.name for system in made.systems]
     assert all(len(row) == len(rows[0]) for row in rows)
@@ -88,10 +89,20 @@ def test_names_cannot_break_a_table(text, shown):
 
 def test_a_difference_in_words():
     versus = {"difference": {"value": -3.1, "low": -4.2, "high": -2.0, "n": 9}, "larger_than_noise": True}
-    assert difference(versus) == "**-3.10** [-4.20, -2.00]"
-    assert difference(versus, plain=True) == "-3.10* [-4.20, -2.00]"
-    assert difference({**versus, "larger_than_noise": False}) == "-3.10 [-4.20, -2.00]"
+    assert difference(versus).markdown() == "**-3.10** [-4.20, -2.00]"
+    assert difference(versus).plain() == "-3.10* [-4.20, -2.00]"
+    assert difference(versus).html() == (
+        '<td data-value="-3.1"><b>-3.10</b> <span class="range">[-4.20, -2.00]</span></td>'
+    )
+    assert difference({**versus, "larger_than_noise": False}).markdown() == "-3.10 [-4.20, -2.00]"
     assert difference(None) == "-"
+
+
+def test_names_from_outside_are_escaped_in_every_form():
+    made = ReportTable.of("<t>", [("<b>|", lambda one: one)], ["<img src=x>|*y*"])
+    assert made.plain() == (["<b>|"], [["<img src=x>|*y*"]])
+    assert made.markdown() == "## \\<t\\>\n\n| \\<b\\>\\| |\n| --- |\n| \\<img src=x\\>\\|\\*y\\* |"
+    assert "&lt;img src=x&gt;|*y*" in made.html() and "<img" not in made.html()
 
 
 def test_pictures_say_what_they_are_of(made):
@@ -135,7 +146,7 @@ def test_an_acceptance_length_has_one_interval(made):
 
 def test_a_card_has_scores_by_prompt_length_and_the_range_of_speeds(made):
     name = made.results["systems"][-1]["name"]
-    timings = {"speed": [{"figures": {"full": {"ratio": 1.0}, name: {"ratio": 1 + i / 2}}} for i in (1, 2)]}
+    timings = {"speed": [{"metrics": {"full": {"ratio": 1.0}, name: {"ratio": 1 + i / 2}}} for i in (1, 2)]}
     header, rows = card_table(made.results, timings)
     assert header == [
         *("system", "score", "vs full", "at 1k", "at 2k", "at 4k", "at 8k"), "τ", "accepted", "speed",

@@ -10,8 +10,9 @@ import pytest
 from longtrain.assets import asset_dir
 from longtrain.evaluation.ruler.generate import Generator
 from longtrain.evaluation.ruler.questions import read_hotpotqa, read_squad
-from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.sources import Haystack
+from longtrain.evaluation.ruler.tasks import TASKS
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +99,7 @@ def make(tokenizer, haystack, questions):
     def call(task, *, length, n=2, start=0, chat=None, **options):
         framing = Framing(tokenizer, chat=chat)
         known = {"haystack": haystack, "questions": questions.get(task), **options}
-        return list(Generator(task, framing, length=length, **known).examples(range(start, start + n)))
+        generator = Generator(Material(TASKS[task], length, framing, **known))
+        return [generator.example(index) for index in range(start, start + n)]
 
     return call

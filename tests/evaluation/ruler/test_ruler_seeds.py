@@ -16,16 +16,14 @@ from longtrain.evaluation.ruler.tasks import TASKS
 SCRIPT = """
 import hashlib, json
 from longtrain.evaluation.ruler.generate import Generator
-from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.tasks import TASKS
 class Words:
     chat_template = None
     def __call__(self, text, *, add_special_tokens, verbose):
-        texts = [text] if isinstance(text, str) else text
-        ids = [t.split() for t in texts]
-        return type("E", (), {"input_ids": ids[0] if isinstance(text, str) else ids})
-made = (Generator(t, Framing(Words()), length=2000) for t in TASKS if t[:2] != "qa")
-rows = [vars(example) for one in made for example in one.examples(range(2))]
+        return type("E", (), {"input_ids": text.split()})
+made = (Generator(Material(TASKS[t], 2000, Framing(Words()))) for t in TASKS if t[:2] != "qa")
+rows = [vars(one.example(i)) for one in made for i in range(2)]
 print(hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 """
 

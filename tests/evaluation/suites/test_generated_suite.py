@@ -8,10 +8,10 @@ import pytest
 
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.results import assemble
-from longtrain.evaluation.figures.statistics import Bootstrap
-from longtrain.evaluation.harness.plan import lanes, plan
+from longtrain.errors import ConfigError
+from longtrain.evaluation.analysis.results import assemble
+from longtrain.evaluation.analysis.statistics import Bootstrap
+from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.recorded import exempt
 from longtrain.evaluation.harness.run import Runner
@@ -42,12 +42,10 @@ def build(tiny, settings_of, tmp_path):
 
 def results_of(suite, systems, target):
     records, runner = [], Runner(target, DRAWN)
-    for group, units in lanes(systems, plan(suite, batch=2)):
-        for unit in units:
-            known = {}
-            for system in group:
-                found = runner.unit(system, unit, known=known)["records"]
-                records += [Record.from_json(values) for values in json.loads(json.dumps(found))]
+    for system in systems:
+        for unit in plan(suite, batch=2):
+            found = runner.unit(system, unit)["records"]
+            records += [Record.from_json(values) for values in json.loads(json.dumps(found))]
     protocol, draw = protocol_of(suite, target, DRAWN), Bootstrap(resamples=20)
     facts = {"name": "t", "strict": True}
     return assemble(suite, systems, records, protocol=protocol, target=facts, draw=draw)
@@ -61,10 +59,10 @@ def test_agreement_and_perplexity_by_position(build, tiny, tmp_path):
     assert [one["value"] for one in quest["facets"]] == [8, 16, 32]
     first, last = quest["facets"][0], quest["facets"][-1]
     assert first["score"]["value"] == 100 >= last["score"]["value"]  # a block of 4 beside a budget of 16
-    whole = quest["figures"]
-    assert first["figures"]["perplexity above full, %"]["value"] == pytest.approx(0, abs=1e-4)
+    whole = quest["metrics"]
+    assert first["metrics"]["perplexity above full, %"]["value"] == pytest.approx(0, abs=1e-4)
     assert whole["perplexity above full, %"]["value"] != pytest.approx(0, abs=1e-4)
-    ratio = whole["perplexity"]["value"] / full["figures"]["perplexity"]["value"]
+    ratio = whole["perplexity"]["value"] / full["metrics"]["perplexity"]["value"]
     assert 100 * (ratio - 1) == pytest.approx(whole["perplexity above full, %"]["value"])
     assert [(one["first"], one["second"]) for one in made["differences"]] == [
         ("quest@16", "of the prompt@16")
@@ -74,22 +72,10 @@ def test_agreement_and_perplexity_by_position(build, tiny, tmp_path):
     for words in (
         "## Agreement by position\n\n| system | 8 | 16 | 32 |",
         "## Perplexity by position",
-        "once these fill it, they read the last rows alone",
+        "once these fill it, they read the last entries only",
     ):
         assert words in shown
     assert {name for name, content in pictures(made).items() if content} >= {"budget.png", "positions.png"}
-
-
-def test_requests_of_a_file(build, tmp_path, tiny):
-    file = tmp_path / "requests.jsonl"
-    file.write_text('{"prompt": "Write a story."}\n{"problem": "Find 1+1."}\n{"prompt": "Not read."}\n')
-    suite, _ = build(requests=str(file))
-    texts = [tiny.tokenizer.decode(list(prompt)) for prompt in suite.tasks[0].prompts]
-    assert "Write a story." in texts[0] and "Find 1+1.\n\nPlease reason step by step" in texts[1]
-    assert "the first 2 of 3 requests" in suite.notes
-    file.write_text('{"question": "Why?"}\n')
-    with pytest.raises(DataError, match=r"requests\.jsonl, row 1: no request"):
-        build(requests=str(file))
 
 
 def test_what_is_refused(build):

@@ -67,7 +67,7 @@ def test_all_of_it(build, as_published, answered) -> None:
     one = next(task.examples())
     assert task.prompt(one) == f"{PAGE}\nWrite a table of 0." and task.references(one) == [TABLE]
     summary = suite.summary(answered(suite, lambda task, one: f"Here:\n```tsv\n{TABLE}\n```\nDone."))
-    unverified = ("the rows of 2k and 8k are not compared with the published ones, those of 0.5k are",)
+    unverified = ("the examples of 2k and 8k are not compared with the published ones, those of 0.5k are",)
     assert (summary.title, summary.notes, summary.average) == ("LongProc html_to_tsv", unverified, 100.0)
 
 
@@ -75,7 +75,7 @@ def test_other_rows_do_not_bear_the_name(build, answered) -> None:
     suite = build()
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert summary.title == "Variant of LongProc html_to_tsv"
-    assert summary.notes[0] == "rows of html_to_tsv_0.5k that are not the published ones"
+    assert summary.notes[0] == "examples of html_to_tsv_0.5k that are not the published ones"
 
 
 def test_half_the_rows_of_a_table_are_worth_two_thirds(build, answered) -> None:
@@ -86,7 +86,7 @@ def test_half_the_rows_of_a_table_are_worth_two_thirds(build, answered) -> None:
     summary = suite.summary(answered(suite, lambda task, one: answers[one.id]))
     assert summary.tasks == {"html_to_tsv_0.5k": 33.33}  # precision 1, recall 1/2, F1 2/3; and nothing
     assert summary.title == "Variant of LongProc html_to_tsv"
-    assert summary.notes == ("1 of 3 tasks", "2 of 100 rows of html_to_tsv_0.5k")
+    assert summary.notes == ("1 of 3 tasks", "2 of 100 examples of html_to_tsv_0.5k")
 
 
 def test_the_target_reads_it(build, tiny, run_suite, monkeypatch) -> None:

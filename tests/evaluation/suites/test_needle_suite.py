@@ -140,17 +140,6 @@ def test_the_bundled_target_finds_needles(tiny, settings_of, run_suite) -> None:
     assert [record.prompt_tokens for record in records["needles_2"]] == [512] * 6
 
 
-def test_a_lost_chat_template_and_sampling_are_said(tiny, settings_of, answered, monkeypatch) -> None:
-    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
-    suite = built(tiny, settings_of, sampling=Sampling(0.7))
-    notes = suite.summary(answered(suite, lambda task, one: "")).notes
-    assert notes == (
-        "sampled (temperature 0.7), not greedy",
-        "without chat template: the tokenizer has none",
-        PRETRAIN.about,
-    )
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -8,12 +8,12 @@ from random import Random
 import pytest
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation.figures.outcomes import examples
 from longtrain.evaluation.records import Record, Turn
+from longtrain.evaluation.reporting.examples import examples
 from longtrain.evaluation.suites import eviction, needle, ruler
 from longtrain.systems import System
 from longtrain.systems.system import FULL
-from tests.evaluation.metrics.official_ruler import main, rescored
+from tests.evaluation.scoring.official_ruler import main, rescored
 
 ANSWERS = (
     "{0}",

@@ -88,7 +88,7 @@ def test_eviction_reaches_the_figures(target, text):
     parts = Parts(evictor=policies.get("streaming_llm", budget=Budget(8)))
     found, records = summary(suite, target, parts)
     assert found.tasks != full.tasks
-    kept = [record.measures["kept_rows"] for record in records["rain.txt"]]
+    kept = [record.measures["kept_entries"] for record in records["rain.txt"]]
     assert kept == [1.0] + [8.0] * (len(kept) - 1)
     later = build(target, text, first_windows=False)
     assert [row.id for row in later.tasks[0].rows] == [row.id for row in suite.tasks[0].rows][1:]

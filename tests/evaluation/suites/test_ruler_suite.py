@@ -16,7 +16,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.ruler.generate import Generator
 from longtrain.evaluation.ruler.questions import DATASETS, read_hotpotqa, read_squad
-from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.sources import SHA256, vocabulary
 from longtrain.evaluation.ruler.tasks import TASKS
 from longtrain.evaluation.suites import ruler
@@ -37,11 +37,11 @@ def files(tmp_path_factory, squad_rows, hotpot_rows):  # noqa: F811 (fixtures)
 
 @pytest.fixture(scope="module")
 def build(tiny, settings_of, files):
-    """`build(key=value)`: all 13 tasks, two lengths, three examples."""
+    """`build(key=value)`: all 13 tasks, two lengths, two examples."""
 
     def make(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
         return ruler.build(
-            settings_of("ruler", **{"lengths": LENGTHS, "samples": 3, **files, **changed}),
+            settings_of("ruler", **{"lengths": LENGTHS, "samples": 2, **files, **changed}),
             tiny,
             seed=0,
             sampling=sampling,
@@ -63,7 +63,7 @@ def test_an_oracle_reader_gets_everything(suite, answered) -> None:
     assert all(found["average"] == 100.0 for found in summary.extra["lengths"].values())
 
 
-@pytest.mark.parametrize("samples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_reader_without_the_context_gets_nothing(build, answered, samples) -> None:
     suite = build(lengths=[2048], samples=samples)
     words = list(vocabulary().pool)
@@ -109,13 +109,10 @@ def test_the_same_settings_give_the_same_bytes_in_any_order(suite, build, tiny) 
         for length in LENGTHS:
             questions = {"qa_1": "squad", "qa_2": "hotpotqa"}.get(task.name)
             sources = task.written.generator(length).writer
-            made = Generator(
-                task.name,
-                Framing(tiny.tokenizer),
-                length=length,
-                questions=sources.questions if questions else None,
-            ).examples(range(3))
-            assert [task.written.made(one) for one in rows if one.fields["length"] == length] == list(made)
+            asked = sources.questions if questions else None
+            material = Material(TASKS[task.name], length, Framing(tiny.tokenizer), questions=asked)
+            made = list(map(Generator(material).example, range(2)))
+            assert [task.written.made(one) for one in rows if one.fields["length"] == length] == made
     hashes = [protocol_of(one, tiny, Sampling()).hash for one in (suite, again, other)]
     assert hashes[0] == hashes[1] != hashes[2]
 
@@ -127,7 +124,7 @@ def test_sources_are_part_of_the_protocol(suite, build, tiny, tmp_path, files) -
     words = tmp_path / "words.txt"
     words.write_text("alpha\nbeta\n")
     hashes = {protocol_of(suite, tiny, Sampling()).hash}
-    for changed in ({"haystack": str(essays)}, {"more_words": str(words)}, {"samples": 4}, {"chat": False}):
+    for changed in ({"haystack": str(essays)}, {"more_words": str(words)}, {"samples": 3}, {"chat": False}):
         hashes.add(protocol_of(build(**changed), tiny, Sampling()).hash)
     assert len(hashes) == 5
     settings = {task.name: task.settings()["protocol"] for task in build(haystack=str(essays)).tasks}
@@ -140,7 +137,7 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
     assert summary.title == "Variant of RULER" and summary.average == 0.0
     said = " ".join(summary.notes)
     for part in (
-        "suite.samples=3 instead of 500",
+        "suite.samples=2 instead of 500",
         "not in Paul Graham's essays",
         "suite.words=longtrain instead of",
     ):

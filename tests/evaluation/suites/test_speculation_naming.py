@@ -49,16 +49,6 @@ def test_all_of_it_bears_the_name(build) -> None:
     assert build().summary({}).title == speculation.PUBLISHED.title
 
 
-def test_settings_of_both_parts_make_a_variant(build) -> None:
-    found = build(min_prompt_tokens=0, aime24_max_new_tokens=8, ignore_eos=False).summary({})
-    assert found.title == f"Variant of {speculation.PUBLISHED.title}"
-    assert found.notes[:3] == (
-        "suite.min_prompt_tokens=0 instead of 400",
-        "suite.aime24_max_new_tokens=8 instead of 10",
-        "suite.ignore_eos=false instead of true",
-    )
-
-
 def test_rows_missing_other_problems_and_cut_prompts(build, tmp_path) -> None:
     cut = [Record("full", "lcc", str(i), {"length": 1024}, cut=i < 2) for i in range(3)]
     found = build().summary({"lcc": cut})
@@ -67,7 +57,7 @@ def test_rows_missing_other_problems_and_cut_prompts(build, tmp_path) -> None:
     (tmp_path / "lcc.jsonl").write_text(lines[0])
     (tmp_path / "other.jsonl").write_text('{"problem": "x", "answer": 1}\n' * 30)
     found = build(aime24=str(tmp_path / "other.jsonl")).summary({})
-    assert found.notes[:2] == ("1 of 2 rows of lcc", "rows of aime24 that are not the published ones")
+    assert found.notes[:2] == ("1 of 2 examples of lcc", "examples of aime24 that are not the published ones")
 
 
 def test_documents_are_quantspecs_or_a_variant(target, settings_of, monkeypatch) -> None:

@@ -7,13 +7,12 @@ import pytest
 import torch
 from byte_target import byte_target
 
-from longtrain import methods
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.results import assemble
-from longtrain.evaluation.figures.statistics import Bootstrap
+from longtrain.evaluation.analysis.results import assemble
+from longtrain.evaluation.analysis.statistics import Bootstrap
 from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
@@ -21,8 +20,8 @@ from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.reporting.comparisons import speed_summary, speed_table
 from longtrain.evaluation.suites import documents, drafted, speculation
-from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
+from tests.helpers import attached
 
 SETTINGS = {
     "name": "speculation",
@@ -49,8 +48,7 @@ def target():
 @pytest.fixture(scope="module")
 def systems(target):
     torch.manual_seed(0)
-    spec, config = methods.get("longspec"), Config(window=16)
-    parts = spec.attach(spec.build(config, target.info), target, config, {})
+    parts = attached("longspec", target, window=16)
     return [FULL_CACHE, System("draft", "artifact", "draft", parts=parts, shape=TreeShape((2, 2)))]
 
 
@@ -108,11 +106,11 @@ def test_figures_are_those_of_the_cycles(target, data, systems):
     assert all(record.output_tokens == 12 for record in drafted["lcc"])
     found = suite.summary(drafted)
     cycles = [cycle for record in drafted["lcc"] for row in record.rows() for cycle in row]
-    figures = found.extra["acceptance"]["lcc"]
-    assert found.tasks["lcc"] == round(sum(c.accepted + 1 for c in cycles) / len(cycles), 4) == figures["tau"]
-    assert figures["acceptance_rate"] == round(sum(c.accepted for c in cycles) / (2 * len(cycles)), 4)
-    assert set(figures["by_length"]) == {"1024", "2048"}
-    assert sum(one["cycles"] for one in figures["by_length"].values()) == figures["cycles"] == len(cycles)
+    metrics = found.extra["acceptance"]["lcc"]
+    assert found.tasks["lcc"] == round(sum(c.accepted + 1 for c in cycles) / len(cycles), 4) == metrics["tau"]
+    assert metrics["acceptance_rate"] == round(sum(c.accepted for c in cycles) / (2 * len(cycles)), 4)
+    assert set(metrics["by_length"]) == {"1024", "2048"}
+    assert sum(one["cycles"] for one in metrics["by_length"].values()) == metrics["cycles"] == len(cycles)
     assert suite.summary(plain).tasks == {} and suite.summary(plain).average is None
     records = [record for some in (plain, drafted) for rows in some.values() for record in rows]
     protocol = protocol_of(suite, target, Sampling())
@@ -121,10 +119,10 @@ def test_figures_are_those_of_the_cycles(target, data, systems):
     )
     full, draft = ({task["task"]: task for task in one["tasks"]} for one in made["systems"])
     assert full["lcc"]["score"]["value"] == 1.0 and full["lcc"]["official"] is None
-    assert draft["lcc"]["score"]["value"] == pytest.approx(figures["tau"], abs=1e-4)
-    assert draft["lcc"]["official"] == figures["tau"] and draft["lcc"]["unjudged"] == 0
+    assert draft["lcc"]["score"]["value"] == pytest.approx(metrics["tau"], abs=1e-4)
+    assert draft["lcc"]["official"] == metrics["tau"] and draft["lcc"]["unjudged"] == 0
     assert draft["lcc"]["acceptance"]["acceptance_rate"]["value"] == pytest.approx(
-        figures["acceptance_rate"], abs=1e-4
+        metrics["acceptance_rate"], abs=1e-4
     )
 
 
@@ -146,9 +144,9 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     assert [row["task"] for row in rows] == ["gov_report", "aime24"]
     row = rows[0]
     assert (row["length"], row["prompts"], row["batch"], row["max_new_tokens"]) == (None, 2, 2, 12)
-    assert list(row["figures"]) == ["full", "draft"] and row["figures"]["full"]["ratio"] == 1.0
-    assert row["figures"]["draft"]["tokens"] == row["figures"]["full"]["tokens"] == 2 * 11
-    assert row["figures"]["draft"]["ratio"] > 0 and row["figures"]["draft"]["draft_bytes"] > 0
+    assert list(row["metrics"]) == ["full", "draft"] and row["metrics"]["full"]["ratio"] == 1.0
+    assert row["metrics"]["draft"]["tokens"] == row["metrics"]["full"]["tokens"] == 2 * 11
+    assert row["metrics"]["draft"]["ratio"] > 0 and row["metrics"]["draft"]["draft_bytes"] > 0
     assert sum(done for _, done in told) == test.steps == 8
     json.dumps(rows, allow_nan=False)
     results = {
@@ -161,18 +159,18 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
         ],
     }
     table = speed_table(results, {"device": "cpu", "speed": rows})
-    ratio = row["figures"]["draft"]["ratio"]
+    ratio = row["metrics"]["draft"]["ratio"]
     assert "| gov_report | full | - |" in table and "| gov_report | draft | 3.25 |" in table
     assert f"{ratio:.2f} ×" in table and "2 of gov_report (12 tokens each)" in table
-    assert table.count("Measured on a CPU") == 1 and "say nothing about speed on a GPU" in table
-    low, high = row["figures"]["draft"]["ratio_range"]
+    assert table.count("Measured on a CPU") == 1 and "do not predict speed on a GPU" in table
+    low, high = row["metrics"]["draft"]["ratio_range"]
     assert low == high == ratio  # one batch; several show how far they are apart
-    row["figures"]["draft"]["ratio_range"] = [ratio / 2, 2 * ratio]
+    row["metrics"]["draft"]["ratio_range"] = [ratio / 2, 2 * ratio]
     again = speed_table(results, {"device": "cuda:0", "speed": rows})
     assert f"{ratio:.2f} × ({ratio / 2:.2f} to {2 * ratio:.2f})" in again and "a CPU" not in again
     assert speed_table(results, {"device": "cpu"}) == ""
     row["max_new_tokens"] = 1  # then the time to the first token is what was measured
-    row["figures"]["draft"] |= {"first_token_s": 0.0735, "first_token_overhead": 3.071}
+    row["metrics"]["draft"] |= {"first_token_s": 0.0735, "first_token_overhead": 3.071}
     first = speed_table(results, {"device": "cuda:0", "speed": [row]})
     assert "| draft | 73.5 | +307.1% |" in first and "tokens/s" not in first and "(1 token each)" in first
     header, lines = speed_summary({"device": "cuda:0", "speed": [row]})
@@ -187,8 +185,8 @@ def test_texts_over_at_once_have_no_speed(target, data, systems):
     ending = byte_target(begin=True)
     ending.info = ending.info.__class__(**{**vars(ending.info), "eos_ids": (record.turns[0].tokens[0],)})
     (found,) = SpeedTest(ending, systems[:1], suite, Sampling(), prompts=1).rows()
-    figures = found["figures"]["full"]
-    assert figures["tokens"] == 0 and figures["ratio"] is None
+    metrics = found["metrics"]["full"]
+    assert metrics["tokens"] == 0 and metrics["ratio"] is None
     json.dumps(found, allow_nan=False)
 
 
@@ -340,6 +338,6 @@ def test_what_has_no_draft_is_told_in_every_title_block(target, data, systems):
         return [note for note in suite.meet(suite, some).summary({"lcc": []}).notes if note not in usual]
 
     assert notes(*systems) == []
-    assert notes(*systems, evictor) == ["snapkv@48 has no draft: its acceptance length says nothing here"]
+    assert notes(*systems, evictor) == ["snapkv@48 has no draft: its acceptance length has no meaning here"]
     (first,) = notes(systems[0], evictor)
     assert first.startswith("no system here has a draft") and "method=quantspec" in first

@@ -32,7 +32,7 @@ def test_rows_of_local_files(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"age": 1}, r"a.jsonl:2: field 'name' is missing, there are age; a row of people has name, age"),
+        ({"age": 1}, r"a.jsonl:2: field 'name' is missing, there are age; an example of people has"),
         ({"name": "c", "age": "1"}, r"/a.jsonl:2: field 'age' is a str; it must be int or null: correct"),
         ({"name": "c", "age": True}, r"a.jsonl:2: field 'age' is a bool"),
         ([], r"a.jsonl:2 holds a list"),

@@ -8,6 +8,7 @@ import torch
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.targets.loading import random_target
+from tests.helpers import noisy
 
 
 @pytest.fixture
@@ -20,11 +21,8 @@ def make_draft():
     """A random draft with weights large enough that every part matters, over some of the tokens."""
 
     def make(target, config: Config, dtype=torch.float64) -> Eagle3Draft:
-        draft = Eagle3Draft(config, target.info).to(dtype)
-        gen = torch.Generator().manual_seed(5)
-        for name, p in draft.named_parameters():
-            noise = torch.randn(p.shape, generator=gen, dtype=torch.float64)
-            p.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(dtype)
+        draft = noisy(Eagle3Draft(config, target.info).to(dtype))
+        gen = torch.Generator().manual_seed(7)
         if config.draft_vocab_size:
             some = torch.randperm(target.info.vocab_size, generator=gen)[: config.draft_vocab_size]
             draft.draft_ids_K.copy_(some.sort().values)

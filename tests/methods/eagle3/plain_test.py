@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 
 def value(objective, q, p, decay):
@@ -45,8 +45,8 @@ def training_time_test(module, target, config, ids, pos, labels, rope):
     """Loss sum, and {(row, depth): guess is right} of one document."""
     n = len(ids)
     with torch.no_grad():
-        step = target.packed(ids, pos, (0, n), Want("none", hidden=(*module.layers, -1)))
-        law = torch.softmax(step.hidden[-1] @ target.head_weight.t(), -1)
+        step = target.packed(ids, pos, (0, n), OutputRequest("none", hidden=(*module.layers, -1)))
+        children = torch.softmax(step.hidden[-1] @ target.head_weight.t(), -1)
     table = (
         module.embed_tokens.weight
         if module.embed_tokens is not None
@@ -75,7 +75,7 @@ def training_time_test(module, target, config, ids, pos, labels, rope):
             if not labels[i + 2 + depth]:
                 continue
             q = torch.softmax(module.lm_head(out[i]), -1)
-            p = law[i + 1 + depth]
+            p = children[i + 1 + depth]
             chosen = p[module.draft_ids_K]
             total = total + config.depth_decay**depth * value(config.objective, q, chosen, config.kl_decay)
             hits[i, depth] = bool(module.draft_ids_K[q.argmax()] == p.argmax())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import PackedRow
+from longtrain.costs.training import PackedSequence
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cost import training
 from longtrain.methods.eagle3.objective import Eagle3Objective
@@ -18,7 +18,7 @@ LLAMA = Sizes.of_keys(SHAPES["llama31_8b"])
 
 
 def cost(tokens, config=Config()):  # noqa: B008
-    return training(config, LLAMA, PackedRow(tokens, tokens), 425_000_000, 2)
+    return training(config, LLAMA, PackedSequence(tokens, tokens), 425_000_000, 2)
 
 
 def test_inputs_are_the_levels_and_the_last_state(llama, make_draft, make_batch):
@@ -26,7 +26,7 @@ def test_inputs_are_the_levels_and_the_last_state(llama, make_draft, make_batch)
     objective = Eagle3Objective(make_draft(llama, config), llama, config)
     hidden = objective._read(make_batch(llama, [40])).hidden
     size = Sizes.of(llama.info)
-    step = training(config, size, PackedRow(40, 40), 1000, 8)
+    step = training(config, size, PackedSequence(40, 40), 1000, 8)
     assert step.hidden == 3 * size.hidden_size
     assert step.inputs == sum(x.nbytes for x in hidden.values()) + 40 * 8
 

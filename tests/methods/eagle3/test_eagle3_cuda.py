@@ -23,9 +23,9 @@ def test_training_in_bf16_is_close_to_fp64_and_does_not_wait(make_draft, make_ba
     exact = random_target("llama_micro", seed=1, dtype=torch.float64, device="cpu")
     half = random_target("llama_micro", seed=1, dtype=torch.float64, device="cpu").bfloat16().cuda()
     batch = make_batch(exact, [70, 3, 90, 1])
-    want = make_draft(exact, config)
-    Eagle3Objective(want, exact, config)(batch).total.backward()
-    truth = torch.cat([p.grad.flatten() for p in want.parameters()])
+    outputs = make_draft(exact, config)
+    Eagle3Objective(outputs, exact, config)(batch).total.backward()
+    truth = torch.cat([p.grad.flatten() for p in outputs.parameters()])
 
     def distance(chunk):
         draft = make_draft(exact, config, torch.float32).cuda()

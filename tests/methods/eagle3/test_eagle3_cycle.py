@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtrain.costs.cycle import bytes_read
 from longtrain.costs.model import Sizes
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cycle import cycle, draft_weights
@@ -34,7 +33,8 @@ def test_a_window_bounds_what_levels_read():
     row = 2 * 2 * size.n_kv_heads * size.head_dim
 
     def read(config, context):
-        return bytes_read(list(cycle(config, size, (1, 1), 2).draft), size, batch=1, context=context)
+        draft = cycle(config, size, (1, 1), 2).draft
+        return sum(one.times * one.phase(size, batch=1, context=context).whole.bytes for one in draft)
 
     windowed = replace(CONFIG, window=32, sinks=4)
     assert read(CONFIG, 1000) - read(CONFIG, 900) == pytest.approx(2 * 100 * row)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from plain_test import training_time_test
 
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.errors import ConfigError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.rope import ModuleRope
+from tests.helpers import gradient_distance
 
 LENGTHS = [19, 3, 34, 1, 2, 21]
 SMALL = Config(layers=[0, 1], draft_vocab_size=31, intermediate_size=40)
@@ -54,13 +55,6 @@ def gradients(module, target, config, batch, scale=1.0):
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def distance(got, want):
-    """Relative distance of two gradients, over all parameters together."""
-    assert got.keys() == want.keys()
-    flat = lambda grads: torch.cat([grads[name].double().flatten() for name in sorted(grads)])  # noqa: E731
-    return ((flat(got) - flat(want)).norm() / flat(want).norm()).item()
-
-
 def some(n):
     """Labels here and there: whole stretches of rows predict nothing."""
     mask = torch.arange(n) % 7 < 4
@@ -74,8 +68,8 @@ def plain(module, target, config, batch):
     lengths = [b - a for a, b in zip(batch.bounds, batch.bounds[1:], strict=False)]
     if config.anchor_offset:
         usable = config.offset_max_tokens or target.info.max_positions
-        offsets = packed_rows.draw_offsets(lengths, usable=usable, seed=batch.seed)
-    pos = packed_rows.positions(batch.bounds, offsets=offsets, anchors=config.anchors)
+        offsets = packed_sequences.draw_offsets(lengths, usable=usable, seed=batch.seed)
+    pos = packed_sequences.positions(batch.bounds, offsets=offsets, anchors=config.anchors)
     total, hits = torch.zeros((), dtype=torch.float64), {}
     for a, b in zip(batch.bounds, batch.bounds[1:], strict=False):
         part = slice(a, b)
@@ -99,13 +93,13 @@ def test_chunked_equals_whole_and_the_plain_training_time_test_fp64(llama, make_
     assert config.depths == 7
     draft = make_draft(llama, config)
     batch = make_batch(llama, LENGTHS, mask=some)
-    whole, want = gradients(draft, llama, replace(config, chunk_tokens=0), batch, 0.3)
+    whole, outputs = gradients(draft, llama, replace(config, chunk_tokens=0), batch, 0.3)
     for chunk in (7, 16):
         part, got = gradients(draft, llama, replace(config, chunk_tokens=chunk), batch, 0.3)
-        assert distance(got, want) <= 1e-10
+        assert gradient_distance(got, outputs) <= 1e-10
         torch.testing.assert_close(part.total, whole.total, rtol=1e-12, atol=0)
-        for figure, pair in part.figures.items():
-            assert [float(x) for x in pair] == pytest.approx([float(x) for x in whole.figures[figure]]), (
+        for figure, pair in part.metrics.items():
+            assert [float(x) for x in pair] == pytest.approx([float(x) for x in whole.metrics[figure]]), (
                 figure
             )
     expected, hits = plain(draft, llama, config, batch)
@@ -113,10 +107,10 @@ def test_chunked_equals_whole_and_the_plain_training_time_test_fp64(llama, make_
     draft.zero_grad()
     (0.3 * expected).backward()
     plainly = {key: p.grad for key, p in draft.named_parameters() if p.grad is not None}
-    assert distance(want, plainly) <= 1e-10
+    assert gradient_distance(outputs, plainly) <= 1e-10
     frozen = {"lm_head.weight"} if config.head == "frozen" else set()
-    assert set(want) == set(dict(draft.named_parameters())) - frozen
-    assert [int(x) for x in whole.figures["accuracy"]] == [sum(hits.values()), len(hits)]
+    assert set(outputs) == set(dict(draft.named_parameters())) - frozen
+    assert [int(x) for x in whole.metrics["accuracy"]] == [sum(hits.values()), len(hits)]
 
 
 def test_figures_count_chains_that_were_right_so_far(llama, make_draft, make_batch):
@@ -138,12 +132,12 @@ def test_figures_count_chains_that_were_right_so_far(llama, make_draft, make_bat
     for depth in range(3):
         chains = [row for row, k in hits if k == depth and all(hits.get((row, m)) for m in range(depth))]
         right = sum(hits[row, depth] for row in chains)
-        assert [int(x) for x in loss.figures[f"acc/depth_{depth}"]] == [right, len(chains)]
+        assert [int(x) for x in loss.metrics[f"acc/depth_{depth}"]] == [right, len(chains)]
         assert 0 < right <= len(chains)
         gained, roots = gained + right, roots or len(chains)
-    assert [int(x) for x in loss.figures["tau"]] == [gained + roots, roots]
+    assert [int(x) for x in loss.metrics["tau"]] == [gained + roots, roots]
     assert gained < 3 * roots
-    assert loss.tokens == batch.tokens_in_step == int(loss.figures["loss"][1])
+    assert loss.tokens == batch.tokens_in_step == int(loss.metrics["loss"][1])
 
 
 def test_a_document_sees_only_itself_and_its_own_past(llama, make_draft, make_batch):
@@ -185,8 +179,8 @@ def test_autocast_gradients_are_near_the_exact_ones(llama, make_draft, make_batc
         whole, part = (
             gradients(draft, half, replace(config, chunk_tokens=chunk), batch)[1] for chunk in (0, 16)
         )
-    assert 1e-4 < distance(whole, exact) < 0.3  # bf16 it is
-    assert distance(part, exact) <= 1.2 * distance(whole, exact)
+    assert 1e-4 < gradient_distance(whole, exact) < 0.3  # bf16 it is
+    assert gradient_distance(part, exact) <= 1.2 * gradient_distance(whole, exact)
 
 
 def test_offsets_beyond_the_context_are_refused(llama, make_draft):

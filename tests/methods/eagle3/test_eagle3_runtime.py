@@ -12,8 +12,8 @@ from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import Law, Parts, TreeShape, Verdict
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
+from longtrain.decoding.sampling import HashRng, Sampling
 from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
@@ -24,7 +24,7 @@ from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.methods.rope import ModuleRope
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 WARM = Sampling(temperature=1.0)
 SMALL = {"layers": [0, 1], "draft_vocab_size": 40, "depths": 4}
@@ -57,7 +57,9 @@ def law_of(draft, target, config, text, path):
     with the root.
     """
     ids, n = torch.tensor([*text, path[0]]), len(text)
-    states = target.packed(ids, torch.arange(n + 1), (0, n + 1), Want("none", hidden=draft.layers)).hidden
+    states = target.packed(
+        ids, torch.arange(n + 1), (0, n + 1), OutputRequest("none", hidden=draft.layers)
+    ).hidden
     feature = draft.feature([states[layer][:n] for layer in draft.layers])
     embed = target.embed if draft.embed_tokens is None else draft.embed_tokens
     rope, attention = ModuleRope(config, target), draft.self_attn
@@ -78,9 +80,9 @@ def law_of(draft, target, config, text, path):
         share = (torch.einsum("hd,thd->ht", q_HD, k) * draft.scale).softmax(-1)
         out, carried = draft.after_attention(residual, torch.einsum("ht,thd->hd", share, v)[None])
         if following is None:
-            law = torch.zeros(target.info.vocab_size, dtype=out.dtype)
-            law[draft.draft_ids_K] = draft.lm_head(out)[0].softmax(-1)
-            return law
+            children = torch.zeros(target.info.vocab_size, dtype=out.dtype)
+            children[draft.draft_ids_K] = draft.lm_head(out)[0].softmax(-1)
+            return children
         entry, residual = draft.enter(embed(torch.tensor([following])), carried)
 
 
@@ -93,13 +95,13 @@ def path_to(tree, row, node):
     return nodes[::-1]
 
 
-def prefilled(target, prompts, want):
+def prefilled(target, prompts, outputs):
     """Padded prompts, their lengths, a cache that holds them, and the target's step."""
     n = torch.tensor([len(p) for p in prompts])
     ids = torch.tensor([[*p, *[0] * (int(n.max()) - len(p))] for p in prompts])
     cache = target.new_cache(len(prompts), ids.shape[1] + 60, 40)
     pos = torch.arange(ids.shape[1]).expand_as(ids)
-    step = target.forward(Rows(pos, ids, n_B=n), cache, want=replace(want, logits="last"))
+    step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=replace(outputs, logits="last"))
     cache.commit(None, n)
     return ids, n, cache, step
 
@@ -109,8 +111,10 @@ def accept(target, cache, runtime, tree, paths, *, levels=None):
     longest = 1 + (levels or int(tree.depth_N.max()))
     path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
     n_B = torch.tensor([len(p) for p in paths])
-    rows = Rows(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(visible(tree.parents_BN)))
-    step = target.forward(rows, cache, want=replace(runtime.want, logits="none"))
+    rows = TokenBatch(
+        cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(visible(tree.parents_BN))
+    )
+    step = target.forward(rows, cache, outputs=replace(runtime.outputs, logits="none"))
     cache.commit(path_BP, n_B)
     runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), step)
 
@@ -129,16 +133,16 @@ def test_every_node_has_the_law_of_the_recursion_from_scratch(name, widths, llam
     draft = make_draft(llama, config)
     runtime = Eagle3Runtime(draft, llama, config)
     texts = texts_of(29, 1, 5)
-    ids, n_B, cache, step = prefilled(llama, texts, runtime.want)
+    ids, n_B, cache, step = prefilled(llama, texts, runtime.outputs)
     runtime.start(ids, n_B, step, cache)
-    coins, roots = HashCoins(1, torch.arange(3)), torch.tensor([5, 6, 7])
+    rng, roots = HashRng(1, torch.arange(3)), torch.tensor([5, 6, 7])
     inner = 1 + sum(widths[:-1])
     for cycle in range(4):
-        tree = runtime.propose(roots, TreeShape(widths, Law.IID), WARM, coins)
+        tree = runtime.propose(roots, TreeShape(widths, ChildChoice.IID), WARM, rng)
         for row, node in itertools.product(range(3), range(inner)):
             path = [int(tree.tokens_BN[row, i]) for i in path_to(tree, row, node)]
-            law = law_of(draft, llama, config, texts[row], path)
-            torch.testing.assert_close(tree.q_BNV[row, node], law, rtol=1e-6, atol=1e-9)
+            children = law_of(draft, llama, config, texts[row], path)
+            torch.testing.assert_close(tree.q_BNV[row, node], children, rtol=1e-6, atol=1e-9)
         leaf = inner + cycle % widths[-1]
         paths = [path_to(tree, row, leaf)[: len(widths) + 1 - (row + cycle) % 3] for row in range(3)]
         if cycle == 2:
@@ -158,18 +162,18 @@ def test_after_many_cycles_its_state_is_that_of_a_fresh_start(name, keep, llama,
     config = CONFIGS[name]
     runtime = Eagle3Runtime(make_draft(llama, config), llama, config)
     texts = texts_of(4, 17)
-    ids, n_B, cache, step = prefilled(llama, texts, runtime.want)
+    ids, n_B, cache, step = prefilled(llama, texts, runtime.outputs)
     runtime.start(ids, n_B, step, cache)
-    coins, roots = HashCoins(1, torch.arange(2)), torch.tensor([5, 6])
+    rng, roots = HashRng(1, torch.arange(2)), torch.tensor([5, 6])
     for cycle in range(8):
-        tree = runtime.propose(roots, TreeShape((2, 2), keep=keep), Sampling(), coins)
+        tree = runtime.propose(roots, TreeShape((2, 2), keep=keep), Sampling(), rng)
         paths = [path_to(tree, row, keep or 3)[: 1 + (row + cycle) % 3] for row in range(2)]
         accept(llama, cache, runtime, tree, paths, levels=2)
         for row, path in enumerate(paths):
             texts[row] += [int(tree.tokens_BN[row, i]) for i in path]
         roots = (roots * 7 + 1) % 97
     fresh = Eagle3Runtime(runtime.draft, llama, config)
-    ids, n_B, cache, step = prefilled(llama, texts, fresh.want)
+    ids, n_B, cache, step = prefilled(llama, texts, fresh.outputs)
     fresh.start(ids, n_B, step, cache)
     torch.testing.assert_close(runtime._feature_BE, fresh._feature_BE, rtol=1e-9, atol=1e-12)
     for row, text in enumerate(texts):
@@ -186,12 +190,12 @@ def test_after_many_cycles_its_state_is_that_of_a_fresh_start(name, keep, llama,
 def test_a_long_prompt_is_read_in_chunks(size, llama, make_draft, monkeypatch):
     config = replace(CONFIGS["window and sinks"], window=size) if size else CONFIGS["as published"]
     prompts = texts_of(50, 21)
-    want = Engine(llama, SPEC.attach(make_draft(llama, config), llama, config, {}))
-    rows = want.generate(prompts, max_new_tokens=12, ignore_eos=True, shape=TreeShape((3, 3)))
+    outputs = Engine(llama, SPEC.attach(make_draft(llama, config), llama, config, {}))
+    rows = outputs.generate(prompts, max_new_tokens=12, ignore_eos=True, shape=TreeShape((3, 3)))
     monkeypatch.setattr("longtrain.methods.eagle3.runtime.CHUNK", 8)
     engine = Engine(llama, SPEC.attach(make_draft(llama, config), llama, config, {}))
     again = engine.generate(prompts, max_new_tokens=12, ignore_eos=True, shape=TreeShape((3, 3)))
-    for mine, other in zip(want.parts.draft.tensors(), engine.parts.draft.tensors(), strict=True):
+    for mine, other in zip(outputs.parts.draft.tensors(), engine.parts.draft.tensors(), strict=True):
         torch.testing.assert_close(mine, other)
     assert again.stats.rows == rows.stats.rows
 
@@ -202,15 +206,15 @@ def test_beam_is_the_joint_top_k_of_the_drafts_vocabulary(llama, make_draft):
     draft = make_draft(llama, config)
     runtime = Eagle3Runtime(draft, llama, config)
     text = list(range(10, 30))
-    ids, n_B, cache, step = prefilled(llama, [text], runtime.want)
+    ids, n_B, cache, step = prefilled(llama, [text], runtime.outputs)
     runtime.start(ids, n_B, step, cache)
-    tree = runtime.propose(torch.tensor([3]), TreeShape((4, 6, 5)), Sampling(), HashCoins(0, torch.zeros(1)))
+    tree = runtime.propose(torch.tensor([3]), TreeShape((4, 6, 5)), Sampling(), HashRng(0, torch.zeros(1)))
     level, first = {(): 0.0}, 1
     for width in (4, 6, 5):
         scores = {}
         for path in level:
-            law = law_of(draft, llama, config, text, [3, *path]).log()
-            scores |= {(*path, t): level[path] + float(law[t]) for t in draft.draft_ids_K.tolist()}
+            children = law_of(draft, llama, config, text, [3, *path]).log()
+            scores |= {(*path, t): level[path] + float(children[t]) for t in draft.draft_ids_K.tolist()}
         best = sorted(scores, key=lambda p: -scores[p])[:width]
         level = {p: scores[p] for p in best}
         nodes = [path_to(tree, 0, i)[1:] for i in range(first, first + width)]
@@ -225,18 +229,18 @@ def test_what_is_kept_of_a_tree_is_the_most_probable_of_all_that_was_seen(llama,
     draft = make_draft(llama, config)
     runtime = Eagle3Runtime(draft, llama, config)
     texts, roots, keep = texts_of(20, 4), [3, 9], 9
-    ids, n_B, cache, step = prefilled(llama, texts, runtime.want)
+    ids, n_B, cache, step = prefilled(llama, texts, runtime.outputs)
     runtime.start(ids, n_B, step, cache)
     shape = TreeShape((3, 4, 2), keep=keep)
-    tree = runtime.propose(torch.tensor(roots), shape, Sampling(), HashCoins(0, torch.zeros(2)))
+    tree = runtime.propose(torch.tensor(roots), shape, Sampling(), HashRng(0, torch.zeros(2)))
     depths = []
     for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
         level, seen = {(): 0.0}, {}
         for width in shape.widths:
             scores = {}
             for path in level:
-                law = law_of(draft, llama, config, text, [root, *path]).log()
-                scores |= {(*path, t): level[path] + float(law[t]) for t in draft.draft_ids_K.tolist()}
+                children = law_of(draft, llama, config, text, [root, *path]).log()
+                scores |= {(*path, t): level[path] + float(children[t]) for t in draft.draft_ids_K.tolist()}
             best = sorted(scores, key=lambda p: -scores[p])
             seen |= {p: scores[p] for p in best[:keep]}
             level = {p: scores[p] for p in best[:width]}
@@ -246,10 +250,10 @@ def test_what_is_kept_of_a_tree_is_the_most_probable_of_all_that_was_seen(llama,
         assert tree.depth_N[row].tolist() == [0, *map(len, found)] == sorted(tree.depth_N[row].tolist())
         depths.append(tree.depth_N[row].tolist())
     assert depths[0] != depths[1]  # rows spend their nodes at other depths
-    with pytest.raises(ConfigError, match="41 nodes kept of a tree of law 'point'; allowed: 1 to 40"):
+    with pytest.raises(ConfigError, match=r"41 nodes kept of a tree whose children .*; allowed: 1 to 40"):
         runtime.check_shape(TreeShape((2, 2), keep=41))
-    with pytest.raises(ConfigError, match="kept of a tree of law 'iid'"):
-        runtime.check_shape(TreeShape((2, 2), Law.IID, keep=4))
+    with pytest.raises(ConfigError, match="kept of a tree whose children are 'iid'"):
+        runtime.check_shape(TreeShape((2, 2), ChildChoice.IID, keep=4))
 
 
 def even(budget):
@@ -279,11 +283,11 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
         drafted = engine.generate(prompts[::order], max_new_tokens=30, ignore_eos=True, shape=shape)
         assert drafted.tokens == plain.tokens[::order]
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)  # a deterministic draft repeats the plain draws
-    want = Engine(target).generate(prompts, max_new_tokens=20, sampling=sampling, ignore_eos=True)
+    outputs = Engine(target).generate(prompts, max_new_tokens=20, sampling=sampling, ignore_eos=True)
     got = engine.generate(
         prompts, max_new_tokens=20, sampling=sampling, ignore_eos=True, shape=TreeShape((3, 4))
     )
-    assert got.tokens == want.tokens
+    assert got.tokens == outputs.tokens
 
 
 @pytest.mark.parametrize("name", ["as published", "window and sinks"])
@@ -324,16 +328,16 @@ def test_sampled_children_follow_the_law_they_come_with(llama, make_draft):
     config = CONFIGS["as published"]
     runtime = Eagle3Runtime(make_draft(llama, config), llama, config)
     B = 400
-    ids, n_B, cache, step = prefilled(llama, [list(range(5, 20))] * B, runtime.want)
+    ids, n_B, cache, step = prefilled(llama, [list(range(5, 20))] * B, runtime.outputs)
     runtime.start(ids, n_B, step, cache)
-    sampling, coins = Sampling(temperature=0.7, top_k=5), HashCoins(0, torch.arange(B))
-    tree = runtime.propose(torch.full((B,), 3), TreeShape((1, 1), Law.IID), sampling, coins)
-    law = tree.q_BNV[0, 0]
-    assert int((law > 0).sum()) == 5 and not set(law.nonzero()[:, 0].tolist()) - set(
+    sampling, rng = Sampling(temperature=0.7, top_k=5), HashRng(0, torch.arange(B))
+    tree = runtime.propose(torch.full((B,), 3), TreeShape((1, 1), ChildChoice.IID), sampling, rng)
+    children = tree.q_BNV[0, 0]
+    assert int((children > 0).sum()) == 5 and not set(children.nonzero()[:, 0].tolist()) - set(
         runtime.draft.draft_ids_K.tolist()
     )
     seen = torch.bincount(tree.tokens_BN[:, 1], minlength=97) / B
-    assert (seen - law).abs().max() < 4 * (0.25 / B) ** 0.5
+    assert (seen - children).abs().max() < 4 * (0.25 / B) ** 0.5
 
 
 def test_its_memory_is_constant_with_a_window_and_grows_without(llama, make_draft):
@@ -354,11 +358,11 @@ def test_refusals(llama, make_draft):
     config = CONFIGS["window"]
     draft = make_draft(llama, config)
     runtime = Eagle3Runtime(draft, llama, config)
-    coins, root = HashCoins(0, torch.zeros(1)), torch.tensor([3])
+    rng, root = HashRng(0, torch.zeros(1)), torch.tensor([3])
     with pytest.raises(ConflictError, match="before start"):
-        runtime.propose(root, TreeShape((1,)), Sampling(), coins)
+        runtime.propose(root, TreeShape((1,)), Sampling(), rng)
     for shape, why in (
-        (TreeShape((2,), Law.NO_REPLACE), "no_replace"),
+        (TreeShape((2,), ChildChoice.NO_REPLACE), "no_replace"),
         (TreeShape((1,) * 6), "depth 6"),
         (TreeShape((41,)), "41 nodes"),
     ):
@@ -366,12 +370,14 @@ def test_refusals(llama, make_draft):
             runtime.check_shape(shape)
     with pytest.raises(ConfigError, match="no inference keys; got: head_bits"):
         SPEC.attach(draft, llama, config, {"head_bits": 4})
-    with pytest.raises(TargetMismatchError, match="not Linear"):
+    with pytest.raises(TargetMismatchError, match="is Eagle3Draft, not Linear"):
         SPEC.attach(torch.nn.Linear(1, 1), llama, config, {})
     other = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, dtype=torch.float64)
-    with pytest.raises(TargetMismatchError, match=r"hidden size 48 .* has 64"):
+    with pytest.raises(TargetMismatchError, match=r"\(48, 48, 16\); target .* asks for \(64, 64, 16\)"):
         SPEC.attach(draft, other, config, {})
-    with pytest.raises(TargetMismatchError, match=r"heads of 16; target qwen3_micro .* ask for 32"):
+    with pytest.raises(
+        TargetMismatchError, match=r"\(48, 48, 16\); target qwen3_micro asks for \(48, 48, 32\)"
+    ):
         SPEC.attach(draft, random_target("qwen3_micro"), config, {})
     few = random_target({**SHAPES["llama_micro"], "vocab_size": 50}, dtype=torch.float64)
     with pytest.raises(TargetMismatchError, match=r"reaches token \d+; target .* has 50 tokens"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from longtrain.data.rows import prepared
-from longtrain.data.rows.prepared import Prepared, PreparedWriter, label_counts
+from longtrain.data.packing import prepared
+from longtrain.data.packing.prepared import Prepared, PreparedWriter, label_counts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft

@@ -14,13 +14,13 @@ from longtrain.methods.indexer.config import Config
 from longtrain.methods.indexer.modules import Indexer
 from longtrain.methods.indexer.objective import IndexerObjective
 from longtrain.methods.indexer.spec import SPEC
-from longtrain.methods.query_rows import draw, far
+from longtrain.methods.query_positions import draw, far
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.decoding.micro import prompts_of
 from tests.decoding.toys import OracleDraft
 
-SMALL = {"dims": 6, "queries": 6, "sinks": 2, "window": 4, "recall_rows": 12}
+SMALL = {"dims": 6, "queries": 6, "sinks": 2, "window": 4, "recall_entries": 12}
 KEYS = {"budget_tokens": 14, "sinks": 2, "window": 4}
 
 
@@ -40,8 +40,8 @@ def seen_by(target, ids):
     """Every layer's queries and keys of one text, [H, S, D] and [G, S, D]."""
     n, seen = len(ids), {}
     target.packed(
-        ids, torch.arange(n), (0, n), Want("none"),
-        watch=lambda layer, q, k, v: seen.update({layer: (q[0], k[0])}),
+        ids, torch.arange(n), (0, n), OutputRequest("none"),
+        hook=lambda layer, q, k, v: seen.update({layer: (q[0], k[0])}),
     )  # fmt: skip
     return [seen[layer] for layer in sorted(seen)]
 
@@ -72,12 +72,15 @@ def by_hand(module, target, config, batch):
                     )
                     pooled = (weights.mean(0) if config.pool == "mean" else weights.amax(0))[:t][inside]
                     teacher = pooled if config.by_mass else pooled / pooled.sum()
-                    law = log_weights(module, layer, g, q[:, t], k[g, :t])[inside].log_softmax(0)
-                    loss = (teacher * ((teacher / teacher.sum()).log() - law)).sum()
+                    children = log_weights(module, layer, g, q[:, t], k[g, :t])[inside].log_softmax(0)
+                    loss = (teacher * ((teacher / teacher.sum()).log() - children)).sum()
                     if config.recall_weight:
-                        rows = config.recall_rows - config.sinks - config.window
-                        edge = law.detach().topk(rows).values[-1] if len(law) >= rows else -1e4
-                        loss = loss + config.recall_weight * (teacher * (1 - torch.sigmoid(law - edge))).sum()
+                        rows = config.recall_entries - config.sinks - config.window
+                        edge = children.detach().topk(rows).values[-1] if len(children) >= rows else -1e4
+                        loss = (
+                            loss
+                            + config.recall_weight * (teacher * (1 - torch.sigmoid(children - edge))).sum()
+                        )
                     total = total + loss * one.labels / len(one.at_R)
     return total / module.n_sets
 
@@ -92,15 +95,15 @@ def test_loss_and_gradient_are_those_of_the_sum_written_out(more, target, make_b
     config, batch = Config(**SMALL, **more), make_batch(target, (40, 9, 61))
     module = indexer_of(target, config)
     loss = IndexerObjective(module, target, config)(batch)
-    want = by_hand(module, target, config, batch)
-    torch.testing.assert_close(loss.total, want, rtol=1e-9, atol=1e-9)
+    outputs = by_hand(module, target, config, batch)
+    torch.testing.assert_close(loss.total, outputs, rtol=1e-9, atol=1e-9)
     loss.total.backward()
     got = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
-    want.backward()
+    outputs.backward()
     for one, p in zip(got, module.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad, rtol=1e-7, atol=1e-9)
-    held, oracle = (float(loss.figures[key][0] / loss.figures[key][1]) for key in ("recall", "recall_oracle"))
+    held, oracle = (float(loss.metrics[key][0] / loss.metrics[key][1]) for key in ("recall", "recall_oracle"))
     assert 0 < held < oracle <= 1
 
 
@@ -119,7 +122,9 @@ def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
     n_B = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([[*text, *[0] * (29 - len(text))] for text in texts])
     cache = Engine(target, Parts(selector=selector)).new_cache(3, 80, 4)
-    step = target.forward(Rows(torch.arange(29).expand(3, -1), ids, n_B=n_B), cache, want=Want("none"))
+    step = target.forward(
+        TokenBatch(torch.arange(29).expand(3, -1), ids, n_B=n_B), cache, outputs=OutputRequest("none")
+    )
     cache.commit(None, n_B)
     selector.start(ids, n_B, step, cache)
     dues = []
@@ -128,16 +133,16 @@ def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
         cache.choose(None)
         tokens = torch.stack([roots, roots + 11, roots + 23], 1)
         pos = cache.len_B[:, None] + torch.arange(3)
-        step = target.forward(Rows(pos, tokens), cache, want=Want("none"))
+        step = target.forward(TokenBatch(pos, tokens), cache, outputs=OutputRequest("none"))
         for b, text in enumerate(texts):
             seen = seen_by(target, torch.tensor([*text, int(roots[b])]))
             for layer, (q, k) in enumerate(seen):
                 for g in range(module.heads[1]):
-                    want = log_weights(module, layer, g, q[:, -1], k[g, :-1])
-                    due = bool(cache.row_sets.due_B[b])
+                    outputs = log_weights(module, layer, g, q[:, -1], k[g, :-1])
+                    due = bool(cache.entry_sets.due_B[b])
                     dues.append(due)
-                    want = want if due else torch.full_like(want, -torch.inf)
-                    torch.testing.assert_close(found[layer][b, g, : len(text)], want)
+                    outputs = outputs if due else torch.full_like(outputs, -torch.inf)
+                    torch.testing.assert_close(found[layer][b, g, : len(text)], outputs)
         n_B = torch.tensor(taken)
         cache.commit(None, n_B)
         selector.observe(chain(tokens), Verdict(torch.arange(3).expand(3, 3), n_B, roots), step)
@@ -167,5 +172,5 @@ def test_speculation_repeats_the_sparse_text():
 
 def test_an_indexer_of_another_target_is_refused(target):
     other = random_target("qwen3_micro", seed=1, dtype=torch.float64)
-    with pytest.raises(TargetMismatchError, match=r"head dim, KV heads\) = \(2, .*target .* has"):
+    with pytest.raises(TargetMismatchError, match=r"head dim, KV heads\) = \(2, .*target .* asks for"):
         SPEC.attach(indexer_of(other, Config()), target, Config(), KEYS)

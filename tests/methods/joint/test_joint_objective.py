@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from longtrain import methods
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.errors import ConfigError
 from longtrain.methods.joint.config import Config
 from longtrain.methods.joint.shared import together
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 OFFSETS = {"anchor_offset": True, "offset_max_tokens": 200, "anchors": 2}
 SMALL = {
@@ -34,9 +34,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.real, name)
 
-    def packed(self, ids_T, pos_T, bounds, want, **more):
-        self.wants.append(want)
-        return self.real.packed(ids_T, pos_T, bounds, want, **more)
+    def packed(self, ids_T, pos_T, bounds, outputs, **more):
+        self.wants.append(outputs)
+        return self.real.packed(ids_T, pos_T, bounds, outputs, **more)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def mean(objective, batch):
     return loss, {name: value.grad for name, value in objective.module.named_parameters()}
 
 
-def close(got, want):
-    return float((got - want).norm()) <= 1e-10 * float(want.norm())
+def close(got, outputs):
+    return float((got - outputs).norm()) <= 1e-10 * float(outputs.norm())
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_each_member_has_the_loss_and_gradient_of_training_alone_from_one_pass(t
         total += float(its.total.detach()) / (
             batch.documents_in_step if one.per_document else batch.tokens_in_step
         )
-        assert torch.equal(loss.figures[f"{name}/loss"][0], its.figures["loss"][0])
-        figures = {key for key in loss.figures if key.startswith(f"{name}/")}
-        assert figures == {f"{name}/{key}" for key in its.figures}
-        for key, pair in its.figures.items():
-            assert all(map(torch.equal, loss.figures[f"{name}/{key}"], pair)), key
+        assert torch.equal(loss.metrics[f"{name}/loss"][0], its.metrics["loss"][0])
+        metrics = {key for key in loss.metrics if key.startswith(f"{name}/")}
+        assert metrics == {f"{name}/{key}" for key in its.metrics}
+        for key, pair in its.metrics.items():
+            assert all(map(torch.equal, loss.metrics[f"{name}/{key}"], pair)), key
         assert any(float(grad.norm()) > 1e-6 for grad in wanted.values())
         assert all(close(grads[f"{name}.{key}"], grad) for key, grad in wanted.items())
     count = batch.documents_in_step if objective.per_document else batch.tokens_in_step
@@ -156,8 +156,8 @@ def test_a_row_without_answers_leaves_the_others_their_pass(target, batch):
     with torch.inference_mode():
         loss = objective.eval()(batch)
     assert len(counting.wants) == 2 and not loss.total.requires_grad and loss.tokens == 37
-    want = alone(objective, "lookaheadkv", target).eval()(batch)  # with its figures of a validation
-    assert {f"lookaheadkv/{key}" for key in want.figures} <= set(loss.figures) and len(want.figures) > 2
+    outputs = alone(objective, "lookaheadkv", target).eval()(batch)  # with its figures of a validation
+    assert {f"lookaheadkv/{key}" for key in outputs.metrics} <= set(loss.metrics) and len(outputs.metrics) > 2
 
 
 def test_under_autocast_each_member_stands_in_its_own_modes(batch):
@@ -168,8 +168,8 @@ def test_under_autocast_each_member_stands_in_its_own_modes(batch):
     with torch.autocast("cpu", torch.bfloat16):
         got = objective(batch)
         for name in SMALL:
-            want = alone(objective, name, target)(batch)
-            assert torch.equal(got.figures[f"{name}/loss"][0], want.figures["loss"][0]), name
+            outputs = alone(objective, name, target)(batch)
+            assert torch.equal(got.metrics[f"{name}/loss"][0], outputs.metrics["loss"][0]), name
 
 
 def test_rates_follow_the_member_and_its_own_patterns(target):
@@ -184,9 +184,9 @@ def test_rates_follow_the_member_and_its_own_patterns(target):
 
 
 def test_wants_together():
-    early, late = Want("none", stop_at_layer=1, kv=(1,)), Want("none", stop_at_layer=3)
-    assert together([early, late]) == Want("none", stop_at_layer=3, kv=(1,))
-    assert together([late, Want("none", (2, -1))]) == Want("none", (-1, 2))
+    early, late = OutputRequest("none", stop_at_layer=1, kv=(1,)), OutputRequest("none", stop_at_layer=3)
+    assert together([early, late]) == OutputRequest("none", stop_at_layer=3, kv=(1,))
+    assert together([late, OutputRequest("none", (2, -1))]) == OutputRequest("none", (-1, 2))
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,6 @@ def test_members_that_place_tokens_differently_are_refused(target, batch, monkey
     monkeypatch.setattr(
         "longtrain.methods.lookaheadkv.objective.positions", lambda bounds: torch.ones(132).long()
     )
-    with pytest.raises(ConfigError, match="longspec and lookaheadkv cannot train from the same rows"):
+    with pytest.raises(ConfigError, match="longspec and lookaheadkv cannot train on the same sequences"):
         objective(batch)
     assert all(seat.ask is None for seat in objective.shared.seats.values())

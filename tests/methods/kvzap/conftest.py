@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.methods.kvzap.config import Config
 from longtrain.methods.kvzap.modules import KVzap
 from longtrain.targets.loading import random_target

@@ -10,7 +10,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.methods import get
 from longtrain.methods.kvzap.runtime import KVzapEvictor
-from tests.methods.kvzap.held import decoded, positions
+from tests.methods.kvzap.held_back import decoded, positions
 from tests.methods.policies.runs import prompts_of
 
 

@@ -62,7 +62,7 @@ def test_a_rows_loss_and_gradients_are_those_of_each_document_alone(target, modu
     torch.testing.assert_close(whole.total.detach(), total)
     for grad, expected in zip(grads, sums, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
-    assert whole.tokens == 9 and float(whole.figures["loss"][1]) == 3
+    assert whole.tokens == 9 and float(whole.metrics["loss"][1]) == 3
 
 
 def test_groups_hold_contexts_of_about_one_length():
@@ -80,7 +80,7 @@ def test_figures_of_a_perfect_module(target, module, config, make_batch, monkeyp
     monkeypatch.setattr(place, "labelled", told)
     monkeypatch.setattr(place, "RECALLS", (8, 64))
     loss = KVzapObjective(module, target, config).eval()(make_batch([(40, 3), (30, 2)]))
-    means = {name: float(total / count) for name, (total, count) in loss.figures.items()}
+    means = {name: float(total / count) for name, (total, count) in loss.metrics.items()}
     assert means == {"r2": 1.0, "recall@8": 1.0, "loss": 0.0}
 
 

@@ -15,11 +15,11 @@ from longtrain.errors import ConfigError
 from longtrain.methods.kvzap.config import Config
 from longtrain.methods.kvzap.kvpress_files import kvpress_files
 from longtrain.methods.kvzap.labels import labelled
-from longtrain.methods.kvzap.modules import Foretelling, KVzap
+from longtrain.methods.kvzap.modules import KVzap, PredictedScores
 from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.kvzap.spec import SPEC
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows
+from longtrain.targets.step import TokenBatch
 from tests.methods.policies.runs import kept, prefilled, prompts_of
 
 
@@ -28,8 +28,8 @@ def test_watching_leaves_the_target_bit_identical(target, module):
     ids_BT = torch.tensor([prompts[0][:25], prompts[1]])
     pos_BT = torch.arange(25).expand_as(ids_BT)
     steps, caches = [], [target.new_cache(2, 25, 1) for _ in range(2)]
-    for cache, watch in zip(caches, (None, Foretelling(module)), strict=True):
-        steps.append(target.forward(Rows(pos_BT, ids_BT), cache, watch=watch))
+    for cache, hook in zip(caches, (None, PredictedScores(module)), strict=True):
+        steps.append(target.forward(TokenBatch(pos_BT, ids_BT), cache, hook=hook))
     assert torch.equal(steps[0].logits_BTV, steps[1].logits_BTV)
     assert torch.equal(caches[0].k_LBGSD, caches[1].k_LBGSD)
 
@@ -91,7 +91,7 @@ def test_no_further_forward_and_all_rows_within_the_budget(target, module, confi
         found = Engine(target, parts).generate(prompts, max_new_tokens=6, ignore_eos=True)
         assert found.stats.target_forwards == plain.stats.target_forwards
         assert (found.tokens == plain.tokens) is same
-        assert found.stats.kept_rows == ([40.0, 25.0] if same else [10.0, 10.0])
+        assert found.stats.kept_entries == ([40.0, 25.0] if same else [10.0, 10.0])
 
 
 def test_scores_of_a_bf16_target_do_not_tie():

@@ -35,11 +35,11 @@ def test_biases_count_in_training_and_drafting_and_survive_an_artifact(llama, ma
     draft = make_draft(llama, BIASED)
     embed = llama.embed(torch.arange(5))
     attention = draft.self_attn
-    want = linear(embed, attention.v_proj.weight, attention.v_proj.bias).unflatten(
+    outputs = linear(embed, attention.v_proj.weight, attention.v_proj.bias).unflatten(
         -1, (-1, llama.info.head_dim)
     )
     rope = tuple(part[0] for part in llama.rope(torch.arange(5)[None]))
-    torch.testing.assert_close(attention.keys_values(embed, rope)[1], want)
+    torch.testing.assert_close(attention.keys_values(embed, rope)[1], outputs)
     Artifact.from_module("longspec", BIASED, module=draft, target=llama).save(tmp_path / "draft")
     back = Artifact.load(tmp_path / "draft")
     assert back.tensors["cross_attn.q_proj.bias"].any()

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
-from longtrain.decoding.roles import Law, TreeShape, Verdict
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.roles import ChildChoice, TreeShape, Verdict
+from longtrain.decoding.sampling import HashRng, Sampling
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, TargetStep
+from longtrain.targets.step import TargetStep, TokenBatch
+from tests.helpers import no_waiting
 
 pytestmark = pytest.mark.gpu
 CONFIG = Config(window=12, chunk_tokens=32)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_training_in_bf16_is_close_to_fp64_and_does_not_wait(make_draft, make_batch):
     exact = random_target("llama_micro", seed=1, dtype=torch.float64, device="cpu")
     half = random_target("llama_micro", seed=1, dtype=torch.float64, device="cpu").bfloat16().cuda()
     batch = make_batch(exact, [70, 3, 90, 1])
-    want = make_draft(exact, CONFIG)
-    LongSpecObjective(want, exact, CONFIG)(batch).total.backward()
-    truth = torch.cat([p.grad.flatten() for p in want.parameters()])
+    outputs = make_draft(exact, CONFIG)
+    LongSpecObjective(outputs, exact, CONFIG)(batch).total.backward()
+    truth = torch.cat([p.grad.flatten() for p in outputs.parameters()])
 
     def distance(chunk):
         draft = make_draft(exact, CONFIG, torch.float32).cuda()
@@ -55,8 +45,8 @@ def test_training_in_bf16_is_close_to_fp64_and_does_not_wait(make_draft, make_ba
     assert chunked <= 1.2 * full
 
 
-@pytest.mark.parametrize("law", [Law.POINT, Law.IID])
-def test_drafting_does_not_wait_and_equals_the_cpu(make_draft, law):
+@pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
+def test_drafting_does_not_wait_and_equals_the_cpu(make_draft, children):
     laws = {}
     for device in ("cpu", "cuda"):
         target = random_target("llama_micro", seed=1, dtype=torch.float32, device="cpu").to(device)
@@ -65,17 +55,19 @@ def test_drafting_does_not_wait_and_equals_the_cpu(make_draft, law):
         n_B = torch.tensor([40, 23], device=device)
         cache = target.new_cache(2, 80, 20)
         with torch.no_grad():
-            step = target.forward(Rows(torch.arange(40, device=device).expand(2, 40), ids, n_B=n_B), cache)
+            step = target.forward(
+                TokenBatch(torch.arange(40, device=device).expand(2, 40), ids, n_B=n_B), cache
+            )
             cache.commit(None, n_B)
             runtime.start(ids, n_B, step, cache)
-            root, shape = torch.tensor([5, 6], device=device), TreeShape((2, 4, 4), law)
-            coins = HashCoins(0, torch.arange(2, device=device))
-            sampling = Sampling(temperature=0.0 if law is Law.POINT else 1.0)
-            runtime.propose(root, shape, sampling, coins)
+            root, shape = torch.tensor([5, 6], device=device), TreeShape((2, 4, 4), children)
+            rng = HashRng(0, torch.arange(2, device=device))
+            sampling = Sampling(temperature=0.0 if children is ChildChoice.POINT else 1.0)
+            runtime.propose(root, shape, sampling, rng)
             n = torch.tensor([3, 0], device=device)
             path = torch.tensor([[0, 1, 3, 0]] * 2, device=device)
             with no_waiting() if device == "cuda" else torch.no_grad():
-                tree = runtime.propose(root, shape, sampling, coins)
+                tree = runtime.propose(root, shape, sampling, rng)
                 runtime.observe(tree, Verdict(path, n, root), TargetStep())
         laws[device] = [tree.tokens_BN.cpu(), tree.parents_BN.cpu()]
         if tree.q_BNV is not None:

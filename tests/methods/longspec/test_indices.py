@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.methods.longspec import indices
 
 
@@ -44,7 +44,7 @@ def test_every_chunk_sees_exactly_the_definition(case):
     window, size = rng.randint(1, 9), rng.choice([1, 3, 5, 100])
     want_cross, want_own = definition(bounds, shifts, window)
     got_cross, got_own = set(), set()
-    for start, stop in packed_rows.cut(torch.arange(bounds[-1]), size):
+    for start, stop in packed_sequences.cut(torch.arange(bounds[-1]), size):
         assert stop - start <= size
         chunk = indices.make_chunk(bounds, shifts, start, stop, window=window)
         assert start - window <= chunk.halo <= start
@@ -59,26 +59,26 @@ def test_every_chunk_sees_exactly_the_definition(case):
 
 def test_cut_holds_wanted_rows_and_skips_the_rest():
     rows = torch.tensor([3, 4, 5, 6, 40, 41, 99])
-    assert packed_rows.cut(rows, 3) == [(3, 6), (6, 7), (40, 42), (99, 100)]
-    assert packed_rows.cut(rows, 0) == [(3, 100)]
-    assert packed_rows.cut(rows[:0], 3) == []
+    assert packed_sequences.cut(rows, 3) == [(3, 6), (6, 7), (40, 42), (99, 100)]
+    assert packed_sequences.cut(rows, 0) == [(3, 100)]
+    assert packed_sequences.cut(rows[:0], 3) == []
 
 
 def test_anchor_offset_positions():
-    pos = packed_rows.positions((0, 6, 9, 11), offsets=[100, 7, 5], anchors=4)
+    pos = packed_sequences.positions((0, 6, 9, 11), offsets=[100, 7, 5], anchors=4)
     assert pos.tolist() == [0, 1, 2, 3, 104, 105, 0, 1, 2, 0, 1]  # a document of anchors alone does not move
-    assert packed_rows.positions((0, 3, 5)).tolist() == [0, 1, 2, 0, 1]
+    assert packed_sequences.positions((0, 3, 5)).tolist() == [0, 1, 2, 0, 1]
 
 
 def test_offsets_are_uniform_on_what_is_usable_and_come_from_the_seed():
-    drawn = torch.tensor(packed_rows.draw_offsets([10] * 40_000, usable=13, seed=1))
+    drawn = torch.tensor(packed_sequences.draw_offsets([10] * 40_000, usable=13, seed=1))
     assert torch.bincount(drawn).tolist() == pytest.approx([10_000] * 4, rel=0.05)  # 0..3
-    assert packed_rows.draw_offsets([10, 20, 13], usable=13, seed=1)[1:] == [0, 0]
-    assert packed_rows.draw_offsets([10, 9], usable=100, max_doc_tokens=9, seed=1)[0] == 0
+    assert packed_sequences.draw_offsets([10, 20, 13], usable=13, seed=1)[1:] == [0, 0]
+    assert packed_sequences.draw_offsets([10, 9], usable=100, max_doc_tokens=9, seed=1)[0] == 0
     state = torch.get_rng_state()
-    again = packed_rows.draw_offsets([50] * 5, usable=1000, seed=4)
-    assert again == packed_rows.draw_offsets([50] * 5, usable=1000, seed=4)
-    assert again != packed_rows.draw_offsets([50] * 5, usable=1000, seed=5)
+    again = packed_sequences.draw_offsets([50] * 5, usable=1000, seed=4)
+    assert again == packed_sequences.draw_offsets([50] * 5, usable=1000, seed=4)
+    assert again != packed_sequences.draw_offsets([50] * 5, usable=1000, seed=5)
     assert torch.equal(state, torch.get_rng_state())
 
 

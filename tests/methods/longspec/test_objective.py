@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.errors import ConfigError
 from longtrain.methods import get
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
+from tests.helpers import gradient_distance
 
 LENGTHS = [37, 3, 90, 1, 2, 61]
 
@@ -28,27 +29,20 @@ def gradients(module, target, config, batch, scale=1.0):
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def distance(got, want):
-    """Relative distance of two gradients, over all parameters together."""
-    assert got.keys() == want.keys()
-    flat = lambda grads: torch.cat([grads[name].double().flatten() for name in sorted(grads)])  # noqa: E731
-    return ((flat(got) - flat(want)).norm() / flat(want).norm()).item()
-
-
 @pytest.mark.parametrize("objective", ["kl", "ce"])
 @pytest.mark.parametrize("chunk", [1, 16, 50])
 def test_chunked_gradient_is_the_full_gradient_fp64(target, make_draft, make_batch, objective, chunk):
     config = Config(window=12, objective=objective, chunk_tokens=0, anchor_offset=True, guard_every=0)
     draft = make_draft(target, config)
     batch = make_batch(target, LENGTHS if chunk > 1 else [9, 1, 14])
-    full, want = gradients(draft, target, config, batch, 0.3)
+    full, outputs = gradients(draft, target, config, batch, 0.3)
     part, got = gradients(draft, target, replace(config, chunk_tokens=chunk), batch, 0.3)
-    assert set(want) == set(dict(draft.named_parameters()))
-    assert distance(got, want) <= 1e-10
+    assert set(outputs) == set(dict(draft.named_parameters()))
+    assert gradient_distance(got, outputs) <= 1e-10
     torch.testing.assert_close(part.total, full.total, rtol=1e-12, atol=0)
-    assert part.figures.keys() == full.figures.keys()
-    for name, pair in part.figures.items():
-        assert [float(x) for x in pair] == pytest.approx([float(x) for x in full.figures[name]]), name
+    assert part.metrics.keys() == full.metrics.keys()
+    for name, pair in part.metrics.items():
+        assert [float(x) for x in pair] == pytest.approx([float(x) for x in full.metrics[name]]), name
 
 
 def test_chunked_gradient_fp32_and_bf16(llama, make_draft, make_batch):
@@ -59,13 +53,13 @@ def test_chunked_gradient_fp32_and_bf16(llama, make_draft, make_batch):
 
     single, draft = copy.deepcopy(llama).float(), make_draft(llama, config, torch.float32)
     full, part = (gradients(draft, single, c, batch)[1] for c in (config, chunked))
-    assert distance(part, full) <= 1e-5
+    assert gradient_distance(part, full) <= 1e-5
 
     half, draft = copy.deepcopy(llama).bfloat16(), make_draft(llama, config, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         full, part = (gradients(draft, half, c, batch)[1] for c in (config, chunked))
-    assert 1e-4 < distance(full, exact) < 0.3  # bf16 it is
-    assert distance(part, exact) <= 1.2 * distance(full, exact)
+    assert 1e-4 < gradient_distance(full, exact) < 0.3  # bf16 it is
+    assert gradient_distance(part, exact) <= 1.2 * gradient_distance(full, exact)
 
 
 def test_packing_equals_single_documents(target, make_draft, make_batch, monkeypatch):
@@ -75,7 +69,7 @@ def test_packing_equals_single_documents(target, make_draft, make_batch, monkeyp
     shifts = iter([2, 5, 1, 1, 3, 4])
     packed_shifts = [2, 5, 1, 1, 3, 4]
     monkeypatch.setattr(indices, "draw_shifts", lambda n, **_: packed_shifts)
-    whole, want = gradients(draft, target, config, batch)
+    whole, outputs = gradients(draft, target, config, batch)
     sums: dict[str, torch.Tensor] = {}
     total, hits = 0.0, 0.0
     for a, b in zip(batch.bounds, batch.bounds[1:], strict=False):
@@ -83,12 +77,12 @@ def test_packing_equals_single_documents(target, make_draft, make_batch, monkeyp
         monkeypatch.setattr(indices, "draw_shifts", lambda n, shift=shift, **_: [shift])
         single = replace(batch, ids_T=batch.ids_T[a:b], bounds=(0, b - a), loss_mask_T=batch.loss_mask_T[a:b])
         loss, grads = gradients(draft, target, config, single)
-        total, hits = total + loss.total.detach(), hits + loss.figures["accuracy"][0]
+        total, hits = total + loss.total.detach(), hits + loss.metrics["accuracy"][0]
         for name, grad in grads.items():
             sums[name] = sums.get(name, 0) + grad
     torch.testing.assert_close(whole.total.detach(), total, rtol=1e-12, atol=0)
-    assert whole.figures["accuracy"][0] == hits
-    assert distance(sums, want) <= 1e-10
+    assert whole.metrics["accuracy"][0] == hits
+    assert gradient_distance(sums, outputs) <= 1e-10
 
 
 def test_labels_are_the_next_tokens_and_rows_without_keys_count(llama, make_draft, make_batch):
@@ -101,13 +95,13 @@ def test_labels_are_the_next_tokens_and_rows_without_keys_count(llama, make_draf
     chunk = indices.make_chunk((0, 3), [5], 0, 3, window=5)
     assert chunk.spans == ((0, 0),)
     cos, sin = llama.rope(torch.arange(3)[None])
-    kv = llama.packed(batch.ids_T, torch.arange(3), (0, 3), Want("none", kv=(1,))).kv[1]
+    kv = llama.packed(batch.ids_T, torch.arange(3), (0, 3), OutputRequest("none", kv=(1,))).kv[1]
     hidden = draft(llama.embed(batch.ids_T), (cos[0], sin[0]), kv, chunk)
-    want = functional.cross_entropy(llama.head(hidden[:2]), batch.ids_T[1:], reduction="sum")
-    torch.testing.assert_close(loss.total, want)
+    outputs = functional.cross_entropy(llama.head(hidden[:2]), batch.ids_T[1:], reduction="sum")
+    torch.testing.assert_close(loss.total, outputs)
     assert loss.tokens == 2
     draft.cross_attn.o_proj.weight.data.mul_(3)  # read nothing, so changes nothing
-    torch.testing.assert_close(LongSpecObjective(draft, llama, config)(batch).total, want)
+    torch.testing.assert_close(LongSpecObjective(draft, llama, config)(batch).total, outputs)
 
 
 def test_loss_mask_selects_rows_and_chunks(llama, make_draft, make_batch):
@@ -150,15 +144,15 @@ def test_weights_scale_rows(llama, make_draft, make_batch):
 def test_figures_pool_by_depth(llama, make_draft, make_batch):
     config = Config(window=8, max_depth=3)
     batch = make_batch(llama, [20] * 12)
-    figures = LongSpecObjective(make_draft(llama, config), llama, config)(batch).figures
-    assert set(figures) == {"loss", "accuracy", "acc/depth_0", "acc/depth_1", "acc/depth_2"}
-    depths = [figures[f"acc/depth_{j}"] for j in range(3)]
-    assert sum(int(n) for _, n in depths) == int(figures["accuracy"][1]) == 12 * 19
-    assert sum(float(s) for s, _ in depths) == float(figures["accuracy"][0])
+    metrics = LongSpecObjective(make_draft(llama, config), llama, config)(batch).metrics
+    assert set(metrics) == {"loss", "accuracy", "acc/depth_0", "acc/depth_1", "acc/depth_2"}
+    depths = [metrics[f"acc/depth_{j}"] for j in range(3)]
+    assert sum(int(n) for _, n in depths) == int(metrics["accuracy"][1]) == 12 * 19
+    assert sum(float(s) for s, _ in depths) == float(metrics["accuracy"][0])
     shifts = indices.draw_shifts(12, weights=[1, 1, 1], seed=batch.seed)
     assert [int(n) for _, n in depths] == [19 * shifts.count(j) for j in (1, 2, 3)]
     config = replace(config, flash_noisy=False)
-    assert "acc/depth_1" not in LongSpecObjective(make_draft(llama, config), llama, config)(batch).figures
+    assert "acc/depth_1" not in LongSpecObjective(make_draft(llama, config), llama, config)(batch).metrics
 
 
 def test_offsets_beyond_the_context_are_refused(llama, make_draft):
@@ -174,22 +168,22 @@ def test_guard_is_the_targets_own_loss_under_offsets(llama, make_draft, make_bat
     config = Config(window=8, anchor_offset=True, offset_max_tokens=500, guard_every=3)
     objective = LongSpecObjective(make_draft(llama, config), llama, config)
     batch = make_batch(llama, [20, 30], seed=6)
-    gap, count = objective(batch).figures["guard/target_ce_delta"]
-    offsets = packed_rows.draw_offsets([20, 30], usable=500, seed=6)
+    gap, count = objective(batch).metrics["guard/target_ce_delta"]
+    offsets = packed_sequences.draw_offsets([20, 30], usable=500, seed=6)
 
     def own_loss(pos):
         hidden = llama.packed(batch.ids_T, pos, batch.bounds).hidden[-1]
         rows = batch.loss_mask_T.nonzero()[:, 0] - 1
         return functional.cross_entropy(llama.head(hidden[rows]), batch.ids_T[rows + 1], reduction="sum")
 
-    shifted = packed_rows.positions(batch.bounds, offsets=offsets, anchors=4)
-    want = own_loss(shifted) - own_loss(packed_rows.positions(batch.bounds))
-    assert abs(float(want)) > 1e-6
-    torch.testing.assert_close(gap, want, rtol=1e-9, atol=1e-12)
+    shifted = packed_sequences.positions(batch.bounds, offsets=offsets, anchors=4)
+    outputs = own_loss(shifted) - own_loss(packed_sequences.positions(batch.bounds))
+    assert abs(float(outputs)) > 1e-6
+    torch.testing.assert_close(gap, outputs, rtol=1e-9, atol=1e-12)
     assert int(count) == 48
-    other = objective(replace(batch, seed=7)).figures["guard/target_ce_delta"]
+    other = objective(replace(batch, seed=7)).metrics["guard/target_ce_delta"]
     assert [float(x) for x in other] == [0, 0]
-    assert "guard/target_ce_delta" not in objective.eval()(batch).figures
+    assert "guard/target_ce_delta" not in objective.eval()(batch).metrics
 
 
 def test_nothing_global_is_drawn_and_seeds_repeat(llama, make_draft, make_batch):

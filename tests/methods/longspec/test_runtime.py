@@ -9,10 +9,10 @@ import torch
 
 from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
-from longtrain.data.rows import packed_rows
+from longtrain.data.packing import packed_sequences
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import HashRng, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.fused_layer import write_rows
 from longtrain.kernels.int4_linear import Int4Linear
@@ -22,7 +22,7 @@ from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 WINDOW = 6
 CONFIG = Config(window=WINDOW)
@@ -33,9 +33,9 @@ WARM = Sampling(temperature=1.0)
 def trained_law(draft, target, tokens, depth, window=WINDOW):
     """What training makes of the last of these tokens, seen as a node at this depth: probabilities."""
     ids, n = torch.tensor(tokens), len(tokens)
-    pos = packed_rows.positions((0, n))
+    pos = packed_sequences.positions((0, n))
     last = target.info.n_layers - 1
-    kv = target.packed(ids, pos, (0, n), Want("none", kv=(last,))).kv[last]
+    kv = target.packed(ids, pos, (0, n), OutputRequest("none", kv=(last,))).kv[last]
     chunk = indices.make_chunk((0, n), [depth + 1], n - 1, n, window=window)
     part = slice(chunk.halo, n)
     cos, sin = target.rope(pos[None, part])
@@ -59,7 +59,7 @@ def prefilled(target, prompts):
     ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
     cache = target.new_cache(len(prompts), longest + 60, 40)
     pos = torch.arange(longest).expand_as(ids)
-    step = target.forward(Rows(pos, ids, n_B=n), cache)
+    step = target.forward(TokenBatch(pos, ids, n_B=n), cache)
     cache.commit(None, n)
     return ids, n, cache, step
 
@@ -75,7 +75,7 @@ def accept(target, cache, runtime, tree, paths):
         parent = int(tree.parents_BN[b, i])
         if parent >= 0:
             sees[b, i] |= sees[b, parent]
-    target.forward(Rows(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(sees)), cache)
+    target.forward(TokenBatch(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(sees)), cache)
     cache.commit(path_BP, n_B)
     runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), TargetStep())
 
@@ -88,16 +88,16 @@ def test_every_node_has_the_law_training_gives_its_path(target, make_draft, widt
     texts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (29, 3, 14)]
     ids, n_B, cache, step = prefilled(target, texts)
     runtime.start(ids, n_B, step, cache)
-    shape, coins = TreeShape(widths, Law.IID), HashCoins(1, torch.arange(3))
+    shape, rng = TreeShape(widths, ChildChoice.IID), HashRng(1, torch.arange(3))
     roots = torch.tensor([5, 6, 7])
     inner = 1 + sum(widths[:-1])
     for cycle in range(5):  # far more tokens than the ring holds
-        tree = runtime.propose(roots, shape, WARM, coins)
+        tree = runtime.propose(roots, shape, WARM, rng)
         assert tree.q_BNV[:, inner:].abs().max() == 0
         for row, node in itertools.product(range(3), range(inner)):
             tokens = texts[row] + path_tokens(tree, row, node)
-            law = trained_law(draft, target, tokens, int(tree.depth_N[node]))
-            torch.testing.assert_close(tree.q_BNV[row, node], law, rtol=1e-9, atol=1e-12)
+            children = trained_law(draft, target, tokens, int(tree.depth_N[node]))
+            torch.testing.assert_close(tree.q_BNV[row, node], children, rtol=1e-9, atol=1e-12)
         leaf = inner + cycle % widths[-1]
         paths = []
         for row in range(3):
@@ -123,14 +123,14 @@ def test_anchor_offset_moves_nothing_but_positions(llama, make_draft):
     ids = torch.arange(2, 32)
 
     def hidden(pos):
-        kv = llama.packed(ids, pos, (0, 30), Want("none", kv=(1,))).kv[1]
+        kv = llama.packed(ids, pos, (0, 30), OutputRequest("none", kv=(1,))).kv[1]
         cos, sin = llama.rope(pos[None])
         chunk = indices.make_chunk((0, 30), [2], 0, 30, window=WINDOW)
         return draft(llama.embed(ids), (cos[0], sin[0]), kv, chunk)
 
-    vanilla = hidden(packed_rows.positions((0, 30)))
-    moved = hidden(packed_rows.positions((0, 30), offsets=[50], anchors=0))
-    anchored = hidden(packed_rows.positions((0, 30), offsets=[50], anchors=4))
+    vanilla = hidden(packed_sequences.positions((0, 30)))
+    moved = hidden(packed_sequences.positions((0, 30), offsets=[50], anchors=0))
+    anchored = hidden(packed_sequences.positions((0, 30), offsets=[50], anchors=4))
     torch.testing.assert_close(moved, vanilla, rtol=1e-4, atol=1e-5)  # rotary angles are computed in fp32
     assert (anchored - vanilla)[10:].abs().max() > 1e-3
 
@@ -141,8 +141,8 @@ def test_beam_is_the_joint_top_k(llama, make_draft):
     text = list(range(10, 30))
     ids, n_B, cache, step = prefilled(llama, [text])
     runtime.start(ids, n_B, step, cache)
-    tree = runtime.propose(torch.tensor([3]), TreeShape((4, 6, 5)), Sampling(), HashCoins(0, torch.zeros(1)))
-    assert tree.law is Law.POINT
+    tree = runtime.propose(torch.tensor([3]), TreeShape((4, 6, 5)), Sampling(), HashRng(0, torch.zeros(1)))
+    assert tree.children is ChildChoice.POINT
     assert tree.q_BNV is None
     level = {(): 0.0}
     nodes = [()]
@@ -150,8 +150,8 @@ def test_beam_is_the_joint_top_k(llama, make_draft):
     for depth, width in enumerate((4, 6, 5)):
         scores = {}
         for path in level:
-            law = trained_law(draft, llama, [*text, 3, *path], depth).log()
-            scores |= {(*path, t): level[path] + float(law[t]) for t in range(97)}
+            children = trained_law(draft, llama, [*text, 3, *path], depth).log()
+            scores |= {(*path, t): level[path] + float(children[t]) for t in range(97)}
         best = sorted(scores, key=lambda p: -scores[p])[:width]
         level = {p: scores[p] for p in best}
         got = [tuple(path_tokens(tree, 0, i)[1:]) for i in range(first, first + width)]
@@ -168,12 +168,12 @@ def test_sampled_chain_follows_its_own_law(llama, make_draft):
     runtime.start(ids, n_B, step, cache)
     sampling = Sampling(temperature=0.7, top_k=5)
     tree = runtime.propose(
-        torch.full((B,), 3), TreeShape((1, 1), Law.IID), sampling, HashCoins(0, torch.arange(B))
+        torch.full((B,), 3), TreeShape((1, 1), ChildChoice.IID), sampling, HashRng(0, torch.arange(B))
     )
-    law = tree.q_BNV[0, 0]
-    assert int((law > 0).sum()) == 5
+    children = tree.q_BNV[0, 0]
+    assert int((children > 0).sum()) == 5
     seen = torch.bincount(tree.tokens_BN[:, 1], minlength=97) / B
-    assert (seen - law).abs().max() < 4 * (0.25 / B) ** 0.5
+    assert (seen - children).abs().max() < 4 * (0.25 / B) ** 0.5
 
 
 def test_ring_equals_full_history():
@@ -247,19 +247,19 @@ def test_sampled_point_output_is_the_targets_own(llama, make_draft):
 def test_refusals(llama, make_draft):
     draft = make_draft(llama, CONFIG)
     runtime = LongSpecRuntime(draft, llama, CONFIG)
-    coins, root = HashCoins(0, torch.zeros(1)), torch.tensor([3])
+    rng, root = HashRng(0, torch.zeros(1)), torch.tensor([3])
     with pytest.raises(ConflictError, match="before start"):
-        runtime.propose(root, TreeShape((1,)), Sampling(), coins)
+        runtime.propose(root, TreeShape((1,)), Sampling(), rng)
     ids, n_B, cache, step = prefilled(llama, [[4, 5, 6]])
     runtime.start(ids, n_B, step, cache)
     with pytest.raises(ConfigError, match="no_replace"):
-        runtime.propose(root, TreeShape((2,), Law.NO_REPLACE), Sampling(), coins)
+        runtime.propose(root, TreeShape((2,), ChildChoice.NO_REPLACE), Sampling(), rng)
     with pytest.raises(ConfigError, match="depth 6"):
-        runtime.propose(root, TreeShape((1,) * 6), Sampling(), coins)
+        runtime.propose(root, TreeShape((1,) * 6), Sampling(), rng)
     with pytest.raises(ConfigError, match="98 nodes"):
-        runtime.propose(root, TreeShape((98,)), Sampling(), coins)
+        runtime.propose(root, TreeShape((98,)), Sampling(), rng)
     for shape, why in (
-        (TreeShape((2,), Law.NO_REPLACE), "no_replace"),
+        (TreeShape((2,), ChildChoice.NO_REPLACE), "no_replace"),
         (TreeShape((1,) * 6), "depth 6"),
         (TreeShape((1, 98)), "98 nodes"),
     ):
@@ -271,7 +271,7 @@ def test_refusals(llama, make_draft):
         SPEC.attach(draft, llama, CONFIG, {"budget_tokens": 3})
     with pytest.raises(TargetMismatchError):
         SPEC.attach(torch.nn.Linear(1, 1), llama, CONFIG, {})
-    with pytest.raises(TargetMismatchError, match=r"\(48, 4, 2, 16\); target .* has \(48, 4, 2, 32\)"):
+    with pytest.raises(TargetMismatchError, match=r"\(48, 4, 2, 16\); target .* asks for \(48, 4, 2, 32\)"):
         SPEC.attach(draft, random_target("qwen3_micro"), CONFIG, {})
     with pytest.raises(ConflictError, match="before start"):
         LongSpecRuntime(draft, llama, CONFIG).observe(
@@ -322,10 +322,10 @@ def test_a_draft_that_is_moved_is_joined_again(llama, make_draft, trains):
     )
     got = Engine(llama, Parts(draft=runtime)).generate(prompts, **how)
     fresh = LongSpecRuntime(draft, llama, CONFIG)
-    want = Engine(llama, Parts(draft=fresh)).generate(prompts, **how)
+    outputs = Engine(llama, Parts(draft=fresh)).generate(prompts, **how)
     assert torch.equal(runtime.layer.qkv.weight, fresh.layer.qkv.weight)
     assert runtime.layer.holds()
-    assert (got.tokens, got.stats.rows) == (want.tokens, want.stats.rows)
+    assert (got.tokens, got.stats.rows) == (outputs.tokens, outputs.stats.rows)
 
 
 def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch):
@@ -348,14 +348,14 @@ def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch)
     runtime = LongSpecRuntime(draft, target, config)
     ids, n_B, cache, step = prefilled(target, prompts)
     runtime.start(ids, n_B, step, cache)
-    shape, coins = TreeShape((1,), Law.IID), HashCoins(1, torch.arange(2))
-    law = runtime.propose(torch.tensor([5, 6]), shape, WARM, coins).q_BNV[:, 0]
-    assert (law[0] - trained_law(draft, target, [*prompts[0], 5], 0)).abs().max() > 1e-3
+    shape, rng = TreeShape((1,), ChildChoice.IID), HashRng(1, torch.arange(2))
+    children = runtime.propose(torch.tensor([5, 6]), shape, WARM, rng).q_BNV[:, 0]
+    assert (children[0] - trained_law(draft, target, [*prompts[0], 5], 0)).abs().max() > 1e-3
     rounded = Int4Linear(target.model.lm_head, 128)
     monkeypatch.setattr(target, "head", lambda hidden: rounded(hidden))
     for row, text in enumerate(prompts):
         near = trained_law(draft, target, [*text, 5 + row], 0)
-        torch.testing.assert_close(law[row], near, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(children[row], near, rtol=1e-9, atol=1e-12)
     with pytest.raises(ConfigError, match="head_bits=8"):
         Config(head_bits=8)
 
@@ -395,6 +395,6 @@ def test_levels_of_many_rows_read_the_targets_own_head(bits, copied, make_draft,
     ids, n_B, cache, step = prefilled(target, [[5, 6, 7], [9] * 20])
     runtime.start(ids, n_B, step, cache)
     found.clear()
-    shape, coins = TreeShape((8, 9, 1)), HashCoins(1, torch.arange(2))
-    runtime.propose(torch.tensor([5, 6]), shape, Sampling(), coins)
+    shape, rng = TreeShape((8, 9, 1)), HashRng(1, torch.arange(2))
+    runtime.propose(torch.tensor([5, 6]), shape, Sampling(), rng)
     assert found == copied, "levels of 2, 16 and 18 rows"

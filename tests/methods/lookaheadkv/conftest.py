@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.targets.loading import random_target

@@ -21,7 +21,7 @@ from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.files import write_files
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 FORMATS = methods.get("lookaheadkv").formats
@@ -65,7 +65,9 @@ def scores_by_us(artifact, target, ids_S):
     evictor = artifact.attach(target, budget_tokens=4).evictor
     n, count = torch.tensor([len(ids_S)]), len(ids_S)
     cache = target.new_cache(1, count, 0)
-    target.forward(Rows(torch.arange(count)[None], ids_S[None], n_B=n), cache, want=Want("none"))
+    target.forward(
+        TokenBatch(torch.arange(count)[None], ids_S[None], n_B=n), cache, outputs=OutputRequest("none")
+    )
     cache.commit(None, n)
     run = PromptRun(target, cache, (count,), ids_S[None], n, ids_S[:1], watched=None)
     return evictor.scores(run)[:, 0]
@@ -142,7 +144,7 @@ def changed(folder, **keys):
             ),
             "sha256 differs",
         ),
-        (lambda at: (at / "longtrain/lookaheadkv.json").write_text("{}"), "'files'"),
+        (lambda at: (at / "longtrain/lookaheadkv.json").write_text("{}"), "no checksum of its own"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(folder, change, says):

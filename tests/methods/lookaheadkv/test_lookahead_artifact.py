@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from longtrain import methods
-from longtrain.artifact import Artifact, ScoreGolden
+from longtrain.artifact import Artifact, Golden
 from longtrain.artifact.folder import FILES
+from longtrain.artifact.golden import KINDS
+from longtrain.artifact.golden.checks import refuse
 from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.files import sealed
@@ -23,7 +25,7 @@ from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 
@@ -39,24 +41,30 @@ def made(target, make_module):
     return Artifact.from_module("lookaheadkv", CONFIG, module=module, target=target)
 
 
+def verify(golden, attach, target):
+    checks = golden.measure(attach, target)
+    refuse(checks)
+    return checks[0].error
+
+
 def attach(target, module, config=CONFIG, **keys):
     return methods.get("lookaheadkv").attach(module, target, config, keys or {"budget_ratio": 1.0})
 
 
-def prefilled(target, lengths, watch=None, seed=2):
+def prefilled(target, lengths, hook=None, seed=2):
     """A PromptRun of random prompts."""
     ids = torch.randint(2, target.info.vocab_size, (len(lengths), max(lengths)))
     cache, n = target.new_cache(len(lengths), max(lengths), 0), torch.tensor(lengths)
     pos = torch.arange(max(lengths)).expand(len(lengths), -1)
-    target.forward(Rows(pos, ids, n_B=n), cache, want=Want("none"), watch=watch)
+    target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=OutputRequest("none"), hook=hook)
     cache.commit(None, n)
-    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=watch)
+    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=hook)
 
 
 def test_round_trip_is_bit_equal(made, target, tmp_path):
-    assert isinstance(made.golden, ScoreGolden)
+    assert made.golden.kind is KINDS["scores"]
     back = Artifact.load(made.save(tmp_path / "e"))
-    assert isinstance(back.golden, ScoreGolden) and back.typed_config() == CONFIG
+    assert back.golden.kind is KINDS["scores"] and back.typed_config() == CONFIG
     assert made.tensors.keys() == back.tensors.keys()
     assert all(torch.equal(back.tensors[name], tensor) for name, tensor in made.tensors.items())
     for name, tensor in made.golden.tensors().items():
@@ -163,16 +171,16 @@ def faulty_attach(made, fault):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_are_caught(made, target, fault, dtype):
     target = target.to(dtype)
-    golden = ScoreGolden.record(made._parts, target, tokens=128)
-    assert golden.verify(made._parts, target) < 1e-6
+    golden = Golden.record(KINDS["scores"], made._parts, target, tokens=128)
+    assert verify(golden, made._parts, target) < 1e-6
     with pytest.raises(ArtifactError, match="golden outputs are not reproduced by the evictor"):
-        golden.verify(faulty_attach(made, fault), target)
+        verify(golden, faulty_attach(made, fault), target)
 
 
 def test_another_targets_keys_are_caught(made, three_layers):
     other = three_layers("qwen3", torch.float32, seed=2)
     with pytest.raises(ArtifactError, match="not reproduced by"):
-        made.golden.verify(made._parts, other)
+        verify(made.golden, made._parts, other)
 
 
 def test_window_of_queries_is_part_of_the_golden_outputs(target, make_module, tmp_path):
@@ -182,24 +190,26 @@ def test_window_of_queries_is_part_of_the_golden_outputs(target, make_module, tm
     assert {"q_0", "k_1", "v_1"} <= made.golden.inputs.keys()
     assert made.save(tmp_path / "e") and Artifact.load(tmp_path / "e").attach(target, budget_ratio=0.5)
     with pytest.raises(ArtifactError, match="not reproduced"):
-        made.golden.verify(lambda view: attach(view, made._module(view)), target)
+        verify(made.golden, lambda view: attach(view, made._module(view)), target)
 
 
-def test_golden_tensors_that_do_not_fit_are_refused(made):
+def test_golden_tensors_that_do_not_fit_are_refused(made, target):
     tensors = made.golden.tensors()
-    with pytest.raises(ArtifactError, match="do not fit"):
-        ScoreGolden.from_tensors(tensors | {"ids_T": tensors["ids_T"][1:]}, "float32")
-    with pytest.raises(ArtifactError, match="unknown tensors: x_0"):
-        ScoreGolden.from_tensors(tensors | {"x_0": tensors["k_0"]}, "float32")
+    shorter = Golden.from_tensors(KINDS["scores"], tensors | {"ids_T": tensors["ids_T"][1:]}, "float32")
+    with pytest.raises(ArtifactError, match=r"golden scores are \(.*gives \("):
+        verify(shorter, made._parts, target)
+    more = Golden.from_tensors(KINDS["scores"], tensors | {"x_0": tensors["k_0"]}, "float32")
+    with pytest.raises(ArtifactError, match="the target's x_0, which the evictor does not read here"):
+        verify(more, made._parts, target)
     del tensors["near_FGT"]
     with pytest.raises(ArtifactError, match="lacks near_FGT"):
-        ScoreGolden.from_tensors(tensors, "float32")
+        Golden.from_tensors(KINDS["scores"], tensors, "float32")
 
 
 def test_a_missing_golden_input_is_told(made, target):
     inputs = {name: tensor for name, tensor in made.golden.inputs.items() if name != "v_1"}
-    with pytest.raises(ArtifactError, match="golden input v_1 is missing"):
-        dataclasses.replace(made.golden, inputs=inputs).verify(made._parts, target)
+    with pytest.raises(ArtifactError, match="reads v_1 of the target, which the artifact does not"):
+        verify(dataclasses.replace(made.golden, inputs=inputs), made._parts, target)
 
 
 def test_copies_for_other_tools_are_checked_but_not_needed(made, target, tmp_path):
@@ -270,7 +280,7 @@ def test_peft_loads_the_adapter_and_merged_weights_are_our_rows(tmp_path, three_
     merged = with_adapter.merge_and_unload()
 
     n = CONFIG.n_lookahead
-    want = equations.attention_of(
+    outputs = equations.attention_of(
         target,
         module.lookahead_embeddings,
         torch.ones(n).double(),
@@ -282,7 +292,7 @@ def test_peft_loads_the_adapter_and_merged_weights_are_our_rows(tmp_path, three_
     got = merged.model(
         inputs_embeds=module.lookahead_embeddings[None].detach(), output_attentions=True, use_cache=False
     ).attentions
-    for mine, theirs in zip(want, got, strict=True):
+    for mine, theirs in zip(outputs, got, strict=True):
         torch.testing.assert_close(mine.detach(), theirs[0], rtol=0, atol=2e-7)  # its softmax is fp32
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,20 +13,12 @@ from longtrain.decoding.evict import PromptRun
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.targets import suffix
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import no_waiting
 
 pytestmark = pytest.mark.gpu
 CONFIG = Config(n_lookahead=8, lora_rank=4)
 PAIRS = [(150, 12), (40, 0), (300, 30), (61, 1)]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def gradient(module):
@@ -40,8 +30,8 @@ def test_a_step_does_not_wait_and_half_precision_is_close(three_layers, make_mod
     config = replace(CONFIG, **changes)
     exact = three_layers("qwen3")
     batch = make_batch(exact, PAIRS)
-    want = make_module(exact, config)
-    total = LookaheadObjective(want, exact, config)(batch).total
+    outputs = make_module(exact, config)
+    total = LookaheadObjective(outputs, exact, config)(batch).total
     total.backward()
     half = three_layers("qwen3").bfloat16().cuda()
     module = make_module(exact, config, torch.float32).cuda()
@@ -52,16 +42,16 @@ def test_a_step_does_not_wait_and_half_precision_is_close(three_layers, make_mod
             loss = objective(moved)
             loss.total.backward()
     assert float(loss.total.detach()) == pytest.approx(float(total.detach()), rel=0.05)
-    assert (gradient(module) - gradient(want)).norm() / gradient(want).norm() < 0.2
+    assert (gradient(module) - gradient(outputs)).norm() / gradient(outputs).norm() < 0.2
 
 
 def prefilled(target, ids, lengths, evictor=None):
     cache, n = target.new_cache(len(lengths), max(lengths), 0), torch.tensor(lengths, device=target.device)
     pos = torch.arange(max(lengths), device=target.device).expand(len(lengths), -1)
-    watch = evictor.watch(lengths) if evictor else None
-    step = target.forward(Rows(pos, ids, n_B=n), cache, want=Want("all"), watch=watch)
+    hook = evictor.hook(lengths) if evictor else None
+    step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=OutputRequest("all"), hook=hook)
     cache.commit(None, n)
-    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=watch), step.logits_BTV
+    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=hook), step.logits_BTV
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -32,10 +32,10 @@ def check_gradient(target, module, config, batch):
         equations.document_loss(target, batch.ids_T[s.start : s.stop], s.length, module, config)
         for s in found
     )
-    want = gradients(wanted, module)
+    outputs = gradients(wanted, module)
     assert float(loss.total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-10)
-    assert set(want) == set(dict(module.named_parameters())) and set(got) == set(want)
-    for name, grad in want.items():
+    assert set(outputs) == set(dict(module.named_parameters())) and set(got) == set(outputs)
+    for name, grad in outputs.items():
         assert grad.norm() > 0, name
         assert (got[name] - grad).norm() / grad.norm() < 1e-8, name
     return loss
@@ -47,7 +47,7 @@ def test_gradient_is_that_of_naive_concatenation(three_layers, make_module, make
     target = equations.exact(three_layers(family))
     loss = check_gradient(target, make_module(target, config), config, make_batch(target, PAIRS))
     assert loss.tokens == 18
-    assert float(loss.figures["loss"][0] / loss.figures["loss"][1]) == pytest.approx(
+    assert float(loss.metrics["loss"][0] / loss.metrics["loss"][1]) == pytest.approx(
         float(loss.total.detach()) / 4
     )
 
@@ -89,7 +89,7 @@ def test_a_row_without_labels_is_nothing(three_layers, make_module, make_batch):
     loss = LookaheadObjective(module, target, config)(make_batch(target, [(9, 0), (4, 0)]))
     assert loss.tokens == 0 and float(loss.total.detach()) == 0
     assert all(not grad.any() for grad in gradients(loss.total, module).values())
-    assert float(loss.figures["loss"][1]) == 0
+    assert float(loss.metrics["loss"][1]) == 0
 
 
 def test_a_response_without_a_prompt_is_told(three_layers, make_module, make_batch):
@@ -153,16 +153,16 @@ def test_held_out_figures_are_recall_and_tau_beside_snapkv(three_layers, make_mo
     target, config = three_layers("qwen3"), Config(n_lookahead=5, lora_rank=3)
     learner = LookaheadObjective(make_module(target, config), target, config).eval()
     with torch.no_grad():
-        figures = learner(make_batch(target, [(110, 6), (200, 4), (20, 3)])).figures
+        metrics = learner(make_batch(target, [(110, 6), (200, 4), (20, 3)])).metrics
     rankings = 3 * target.info.n_kv_heads  # layers x heads of each prompt that is long enough
     names = {"recall@64": 2, "recall@128": 1, "kendall_tau": 2}
-    assert set(figures) == {"loss"} | {f"{side}{name}" for side in ("", "snapkv/") for name in names}
+    assert set(metrics) == {"loss"} | {f"{side}{name}" for side in ("", "snapkv/") for name in names}
     for side in ("", "snapkv/"):
         for name, prompts in names.items():
-            total, count = figures[side + name]
+            total, count = metrics[side + name]
             assert int(count) == prompts * rankings and -1 < float(total / count) < 1
-    assert float(figures["recall@64"][0] / figures["recall@64"][1]) > 0.3
-    assert set(learner.train()(make_batch(target, [(110, 6)])).figures) == {"loss"}
+    assert float(metrics["recall@64"][0] / metrics["recall@64"][1]) > 0.3
+    assert set(learner.train()(make_batch(target, [(110, 6)])).metrics) == {"loss"}
 
 
 def test_held_out_figures_against_the_equations(three_layers, make_module, make_batch):
@@ -170,7 +170,7 @@ def test_held_out_figures_against_the_equations(three_layers, make_module, make_
     module = make_module(target, config)
     batch = make_batch(target, [(150, 6)])
     with torch.no_grad():
-        figures = LookaheadObjective(module, target, config).eval()(batch).figures
+        metrics = LookaheadObjective(module, target, config).eval()(batch).metrics
         true = equations.truth(target, batch.ids_T, 150)
         pred = equations.predicted(target, batch.ids_T, 150, module, config)
         snap = [
@@ -184,7 +184,7 @@ def test_held_out_figures_against_the_equations(three_layers, make_module, make_
             for head in range(2):
                 best = [set(x[head].topk(64).indices.tolist()) for x in (p, t)]
                 shares.append(len(best[0] & best[1]) / 64)
-        total, count = figures[f"{side}recall@64"]
+        total, count = metrics[f"{side}recall@64"]
         assert float(total / count) == pytest.approx(sum(shares) / len(shares), rel=1e-6)
 
 
@@ -195,11 +195,11 @@ def test_layers_compared_together_or_one_by_one_are_the_same(
     module = make_module(target, config)
     batch = make_batch(target, PAIRS)
     together = LookaheadObjective(module, target, config)(batch).total
-    want = gradients(together, module)
+    outputs = gradients(together, module)
     size = 4 * len(batch.ids_T)
     for most in (1, 2 * size, 3 * size):
         monkeypatch.setattr(objective, "_TOGETHER", most)
         loss = LookaheadObjective(module, target, config)(batch).total
         torch.testing.assert_close(loss, together, rtol=1e-12, atol=0)
         for name, grad in gradients(loss, module).items():
-            assert (grad - want[name]).norm() <= 1e-10 * want[name].norm(), name
+            assert (grad - outputs[name]).norm() <= 1e-10 * outputs[name].norm(), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from longtrain import methods
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.methods.lookaheadkv.config import Config
 
 
@@ -33,7 +33,7 @@ def test_eight_samples_are_learned(three_layers):
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        figures = {name: float(a / b) for name, (a, b) in objective.eval()(batch).figures.items()}
+        metrics = {name: float(a / b) for name, (a, b) in objective.eval()(batch).metrics.items()}
     assert kl[-1] < 0.2 * kl[0]
-    assert figures["recall@64"] > figures["snapkv/recall@64"]
-    assert figures["kendall_tau"] > figures["snapkv/kendall_tau"]
+    assert metrics["recall@64"] > metrics["snapkv/recall@64"]
+    assert metrics["kendall_tau"] > metrics["snapkv/kendall_tau"]

@@ -14,9 +14,9 @@ from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConflictError
 from longtrain.methods import policies
 from longtrain.methods.lookaheadkv.config import Config
-from longtrain.methods.lookaheadkv.runtime import LookaheadRows
+from longtrain.methods.lookaheadkv.runtime import LookaheadTokens
 from longtrain.methods.policies.base import Scorer
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 
 CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 LENGTHS = [31, 12, 50]
@@ -35,10 +35,10 @@ def prefilled(target, texts, one):
     lengths = [len(text) for text in texts]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     cache, n = target.new_cache(len(lengths), max(lengths), 0), torch.tensor(lengths)
-    pos, watch = torch.arange(max(lengths)).expand(len(lengths), -1), one.watch(lengths)
-    target.forward(Rows(pos, ids, n_B=n), cache, want=Want("none"), watch=watch)
+    pos, hook = torch.arange(max(lengths)).expand(len(lengths), -1), one.hook(lengths)
+    target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=OutputRequest("none"), hook=hook)
     cache.commit(None, n)
-    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=watch)
+    return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=hook)
 
 
 @pytest.mark.parametrize("window", [0, 16])
@@ -51,8 +51,8 @@ def test_scores_of_a_batch_are_those_of_the_equations(three_layers, make_module,
     got = one.scores(prefilled(target, texts, one))
     assert got.shape == (3, 3, target.info.n_kv_heads, max(LENGTHS)) and isinstance(one, Scorer)
     for b, ids in enumerate(texts):
-        want = equations.predicted(target, ids, len(ids), module, config)
-        for layer, s in enumerate(want):
+        outputs = equations.predicted(target, ids, len(ids), module, config)
+        for layer, s in enumerate(outputs):
             grouped = s.view(target.info.n_kv_heads, -1, len(ids)).mean(1)
             torch.testing.assert_close(got[layer, b, :, : len(ids)], grouped.detach(), rtol=1e-9, atol=1e-12)
         assert not got[:, b, :, len(ids) :].any()
@@ -63,9 +63,9 @@ def test_rows_behind_the_prefill_and_rows_over_its_cache_agree(three_layers, mak
     target = three_layers("qwen3", dtype)
     one = evictor(target, make_module(target, dtype=dtype))
     run = prefilled(target, prompts(target), one)
-    assert isinstance(run.watched, LookaheadRows)
+    assert isinstance(run.watched, LookaheadTokens)
     torch.testing.assert_close(one.scores(run), one.scores(replace(run, watched=None)), rtol=1e-5, atol=1e-8)
-    assert one.with_budget(Budget(max(LENGTHS))).watch(LENGTHS) is None  # nobody pays for prompts that fit
+    assert one.with_budget(Budget(max(LENGTHS))).hook(LENGTHS) is None  # nobody pays for prompts that fit
 
 
 def naive_kept(s, kernel, budget):
@@ -84,8 +84,8 @@ def test_the_best_rows_stay_uniformly_and_nothing_is_protected(three_layers, mak
     for layer in range(3):
         for b, length in enumerate(LENGTHS):
             for head in range(2):
-                want = naive_kept(scores[layer, b, head, :length].tolist(), kernel, 9)
-                assert keep.idx_LBGK[layer, b, head].tolist() == want
+                outputs = naive_kept(scores[layer, b, head, :length].tolist(), kernel, 9)
+                assert keep.idx_LBGK[layer, b, head].tolist() == outputs
     last = [length - 1 for length in LENGTHS]
     assert not all(
         last[b] in keep.idx_LBGK[layer, b, h] for layer in range(3) for b in range(3) for h in range(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,15 +13,16 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Law, Parts, TreeShape, Verdict, onlooker
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict, attention_observer
+from longtrain.decoding.sampling import HashRng, Sampling
 from longtrain.decoding.select import max_pool
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.magicdec.config import Config
-from longtrain.methods.magicdec.rows import Layout
+from longtrain.methods.magicdec.sparse_cache import Layout
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import ONE_LAYER, attached, chi_square, token_ids
 
 SPEC = methods.get("magicdec")
 CHAIN = TreeShape((1,) * 4)
@@ -35,13 +38,10 @@ def target():
 
 
 def parts_of(target, **keys) -> Parts:
-    config = Config(**keys)
-    return SPEC.attach(SPEC.build(config, target.info), target, config, {})
+    return attached("magicdec", target, **keys)
 
 
-def prompts(*lengths: int, vocab: int = 97) -> list[list[int]]:
-    gen = torch.Generator().manual_seed(2)
-    return [torch.randint(vocab, (length,), generator=gen).tolist() for length in lengths]
+prompts = partial(token_ids, seed=2)
 
 
 def read(target, texts, parts, *, after=None, new_cache=None):
@@ -52,7 +52,7 @@ def read(target, texts, parts, *, after=None, new_cache=None):
         texts,
         max_new_tokens=200,
         nodes=8,
-        onlooker=onlooker(parts.draft),
+        attention_observer=attention_observer(parts.draft),
         after=after,
     )
     parts.draft.start(found.tokens_BS, found.n_B, found.step, found.cache)
@@ -86,18 +86,18 @@ def test_the_first_token_is_drafted_as_by_the_target_on_those_rows_alone(target,
     texts = prompts(*lengths)
     found = read(target, texts, parts)
     root_B = torch.tensor([3, 4, 5, 6])
-    coins = HashCoins(0, torch.arange(4))
-    tree = parts.draft.propose(root_B, TreeShape((1,), Law.IID), Sampling(1.0), coins)
+    rng = HashRng(0, torch.arange(4))
+    tree = parts.draft.propose(root_B, TreeShape((1,), ChildChoice.IID), Sampling(1.0), rng)
 
     config = parts.draft.config
     kept = []
     scores = SnapKV(Budget(1), window=config.window)
-    watch = scores.watch(lengths)
+    hook = scores.hook(lengths)
     cache = target.new_cache(4, 300, 8)
     pos_BS = torch.arange(100).expand(4, -1)
-    target.forward(Rows(pos_BS, found.tokens_BS, n_B=found.n_B), cache, watch=watch)
+    target.forward(TokenBatch(pos_BS, found.tokens_BS, n_B=found.n_B), cache, hook=hook)
     cache.commit(None, found.n_B)
-    run = PromptRun(target, cache, lengths, found.tokens_BS, found.n_B, root_B, watch)
+    run = PromptRun(target, cache, lengths, found.tokens_BS, found.n_B, root_B, hook)
     s_LBGS = max_pool(scores.scores(run), lengths, kernel=config.kernel)
     for b, length in enumerate(lengths):
         rows = max(16, length // 4)
@@ -122,9 +122,11 @@ def test_the_first_token_is_drafted_as_by_the_target_on_those_rows_alone(target,
                 idx_LBGK[layer, b, head, : len(kept[at])] = torch.tensor(kept[at])
                 at += 1
     cut = compact(cache, Keep(idx_LBGK, n_LBG), lengths, room=8)
-    step = target.forward(Rows(found.n_B[:, None], root_B[:, None]), cut, want=Want("last"))
+    step = target.forward(TokenBatch(found.n_B[:, None], root_B[:, None]), cut, outputs=OutputRequest("last"))
     torch.testing.assert_close(tree.q_BNV[:, 0], step.logits_BTV[:, 0].softmax(-1), rtol=1e-7, atol=1e-10)
-    whole = target.forward(Rows(found.n_B[:, None], root_B[:, None]), cache, want=Want("last"))
+    whole = target.forward(
+        TokenBatch(found.n_B[:, None], root_B[:, None]), cache, outputs=OutputRequest("last")
+    )
     apart_B = (tree.q_BNV[:, 0] - whole.logits_BTV[:, 0].softmax(-1)).abs().amax(1)
     assert (apart_B[:2] > 1e-4).all() and (apart_B[2:] < 1e-9).all()
 
@@ -137,13 +139,13 @@ def test_rows_follow_the_text_wherever_it_stands(target, after):
     then = [[7] * 20, [8], [9, 10]] if after else None
     found = read(target, prompts(*lengths), parts, after=then)
     rows = [max(16, length // 4) for length in lengths]
-    cache, coins = found.cache, HashCoins(0, torch.arange(3))
+    cache, rng = found.cache, HashRng(0, torch.arange(3))
     gen = torch.Generator().manual_seed(4)
     for _ in range(12):
         root_B = torch.randint(97, (3,), generator=gen)
-        tree = draft.propose(root_B, CHAIN, Sampling(), coins)
+        tree = draft.propose(root_B, CHAIN, Sampling(), rng)
         pos_BN = cache.len_B[:, None] + tree.depth_N
-        step = target.forward(Rows(pos_BN, tree.tokens_BN), cache, watch=draft.watch_nodes)
+        step = target.forward(TokenBatch(pos_BN, tree.tokens_BN), cache, hook=draft.on_nodes)
         n_B = torch.randint(0, 6, (3,), generator=gen)
         cache.commit(None, n_B)
         path_BP = torch.arange(5).expand(3, -1)
@@ -152,8 +154,8 @@ def test_rows_follow_the_text_wherever_it_stands(target, after):
         for b, length in enumerate(cache.len_B.tolist()):
             kept = sorted({*range(min(4, length)), *range(max(0, length - rows[b] + 4), length)})
             for head, k_SD in enumerate(seen[b]):
-                want = cache.k_LBGSD[-1, b, head][torch.tensor(kept)]
-                torch.testing.assert_close(k_SD, ordered(want), rtol=0, atol=0)
+                outputs = cache.k_LBGSD[-1, b, head][torch.tensor(kept)]
+                torch.testing.assert_close(k_SD, ordered(outputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -183,51 +185,18 @@ def test_the_whole_context_drafts_what_the_target_says(target, policy):
 
 
 def test_sampled_chains_follow_the_targets_law():
-    """Two-sample chi-square of the tokens after the first, 400 sequences each; 99.9% of the law."""
     target = random_target("llama_micro", seed=3)
     engine = Engine(target, parts_of(target, **SMALL), limits=Limits(batch=400))
-    texts = prompts(40) * 400
     sampling = Sampling(temperature=1.5, top_k=3, seed=1)
-    counts, taken = [], 0.0
-    for shape, first in ((PLAIN, 0), (TreeShape((1, 1), Law.IID), 1000)):
-        generation = engine.generate(
-            texts,
-            max_new_tokens=4,
-            sampling=sampling,
-            shape=shape,
-            ignore_eos=True,
-            sequence_ids=range(first, first + 400),
-        )
-        tokens = torch.tensor(generation.tokens)[:, 1:]
-        counts.append(
-            torch.stack([torch.bincount(tokens[:, at] % 7, minlength=7) for at in range(3)]).double()
-        )
-        taken = generation.stats.acceptance_rate
-    one, two = counts
-    chi2 = float(((one - two).square() / (one + two).clamp(min=1)).sum())
-    assert chi2 < 42.3 and 0.1 < taken < 0.95  # 18 degrees of freedom
+    shape = TreeShape((1, 1), ChildChoice.IID)
+    chi2, stats = chi_square(engine, prompts(40)[0], shape, sampling, tokens=4, runs=400)
+    assert chi2 < 42.3 and 0.1 < stats.acceptance_rate < 0.95  # 99.9% at 18 degrees of freedom
 
 
 def test_on_a_quantised_cache_and_beside_eviction():
     """It copies rows as they pass, so the target's cache may be of any kind."""
-    target = random_target(
-        {
-            "model_type": "llama",
-            "vocab_size": 61,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 4096,
-        },
-        seed=3,
-        dtype=torch.float64,
-    )
-    quantspec = methods.get("quantspec")
-    config = quantspec.config(draft=False)
-    cache = quantspec.attach(quantspec.build(config, target.info), target, config, {})
+    target = random_target(ONE_LAYER, seed=3, dtype=torch.float64)
+    cache = attached("quantspec", target, draft=False)
     texts = prompts(250, 400, vocab=61)
     for policy in POLICIES:
         parts = parts_of(target, policy=policy).merge(cache)

@@ -8,7 +8,7 @@ import torch
 
 from longtrain.decoding.evict import Evictor, Keep, PromptRun
 from longtrain.targets.model import Target
-from longtrain.targets.step import Rows
+from longtrain.targets.step import TokenBatch
 
 
 @torch.no_grad()
@@ -24,11 +24,11 @@ def prefilled(
         for prompt in prompts
     ]
     tokens_BS, n_B = torch.tensor(rows, device=target.device), torch.tensor(lengths, device=target.device)
-    room = max_new_tokens + policy.extra_rows(longest)
+    room = max_new_tokens + policy.extra_tokens(longest)
     cache = target.new_cache(len(prompts), longest + room, 1)
-    watched = policy.watch(lengths)
+    watched = policy.hook(lengths)
     pos_BS = torch.arange(longest, device=target.device).expand_as(tokens_BS)
-    step = target.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, watch=watched)
+    step = target.forward(TokenBatch(pos_BS, tokens_BS, n_B=n_B), cache, hook=watched)
     cache.commit(None, n_B)
     assert step.logits_BTV is not None
     return PromptRun(
@@ -56,5 +56,5 @@ def kept(keep: Keep | None, seq: int) -> list[list[list[int]]]:
 
 def prompts_of(*lengths: int, seed: int = 0, vocab: int = 97) -> list[list[int]]:
     """Random prompts without the micro shapes' special ids."""
-    coins = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, vocab, (n,), generator=coins).tolist() for n in lengths]
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, vocab, (n,), generator=rng).tolist() for n in lengths]

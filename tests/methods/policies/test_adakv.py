@@ -111,10 +111,10 @@ class Learned:
     name = "learned"
     wrappable = True
 
-    def extra_rows(self, longest):
+    def extra_tokens(self, longest):
         return 5
 
-    def watch(self, lengths):
+    def hook(self, lengths):
         return None
 
     def scores(self, run):
@@ -137,7 +137,7 @@ def test_over_an_evictor_object():
     target, prompts = micro(), prompts_of(80, 50)
     policy = policies.get("adakv", budget=Budget(99), over=Learned(Budget(1))).with_budget(Budget(TOKENS))
     assert policy.over.budget == Budget(TOKENS)
-    assert policy.extra_rows(80) == 5
+    assert policy.extra_tokens(80) == 5
     run = prefilled(target, prompts, policy)
     scores, keep = policy.scores(run), policy.select(run)
     for seq, prompt in enumerate(prompts):

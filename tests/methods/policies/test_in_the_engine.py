@@ -57,7 +57,7 @@ def test_a_batch_decodes_as_each_prompt_alone(target, draft, name):
     together = engine.generate(prompts, max_new_tokens=8)
     alone = [engine.generate([prompt], max_new_tokens=8).tokens[0] for prompt in prompts]
     assert together.tokens == alone
-    kept = together.stats.kept_rows
+    kept = together.stats.kept_entries
     assert kept[1] == 20
     for rows in (kept[0], kept[2]):
         assert abs(rows - 24) <= (0 if name in EXACT else 0.5)
@@ -85,5 +85,8 @@ def test_scores_on_a_gpu_are_those_in_fp64(name):
             one.tokenizer = tokenizer
         policy = policy_of(name, pair[1], tokens=24)
         run = prefilled(pair[0], prompts_of(300, 41, 129), policy)
-        scores.append(policy.scores(run).cpu().double())
+        found = policy.scores(run)
+        if found is None:
+            pytest.skip("a policy without scores")
+        scores.append(found.cpu().double())
     torch.testing.assert_close(scores[1], scores[0], atol=2e-4, rtol=2e-3)  # tf32-free fp32 attention

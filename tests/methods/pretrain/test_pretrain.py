@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.rows.batch import Batch
+from longtrain.config import RunConfig
+from longtrain.data.packing.batch import Batch
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.exporting import push
 from longtrain.methods.pretrain.config import Config
@@ -41,7 +41,7 @@ def test_the_loss_is_the_weighted_sum_over_labels_of_each_document() -> None:
         nll_T = cross_entropy(hidden_TE[:-1] @ module.head_weight.T, ids[1:], reduction="none")
         expected = expected + (nll_T * batch().weights_T[start + 1 : stop]).sum()
     torch.testing.assert_close(loss.total, expected)
-    assert loss.figures["value_loss"][1] == 10 and loss.tokens == batch().tokens_in_step
+    assert loss.metrics["value_loss"][1] == 10 and loss.tokens == batch().tokens_in_step
 
 
 def test_one_batch_is_learned_by_heart() -> None:
@@ -56,7 +56,7 @@ def test_one_batch_is_learned_by_heart() -> None:
         (loss.total / loss.tokens).backward()
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]
-    assert float(loss.figures["value_accuracy"][0]) == 10
+    assert float(loss.metrics["value_accuracy"][0]) == 10
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data(sources: Path, **changes: object) -> dict:
-    stages = [{"fraction": 1.0, "row_tokens": 2000, "doc_tokens": 700}]
+    stages = [{"fraction": 1.0, "sequence_tokens": 2000, "doc_tokens": 700}]
     values = {
         "name": "d", "books": str(sources / "books"), "code": None, "instruct": str(sources / "chat.jsonl"),
         "held_out": ["secret"], "shares": {"needles": 1, "text": 1, "chat": 1}, "stream_weights": {"book": 1},
@@ -120,7 +120,7 @@ def test_export_writes_a_target_and_its_card(sources: Path, tmp_path: Path) -> N
     curves = tmp_path / "run" / "train" / "curves.png"
     curves.parent.mkdir(parents=True)
     curves.write_bytes(b"a picture")
-    cfg = OmegaConf.create({"run_dir": str(tmp_path / "run"), "push": None})
+    cfg = RunConfig({"run_dir": str(tmp_path / "run"), "push": None})
     facts = {"argv": ["longtrain", "train", f"data.books={sources}/books"], "step": 7, "license": "mit"}
     push.target(cfg, SPEC, config, SPEC.build(config, None), folder=tmp_path / "tiny", facts=facts)
     target = load_target(tmp_path / "tiny", dtype="float32")

@@ -8,12 +8,13 @@ import torch
 from longtrain import methods
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TreeShape, Verdict
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import History, PromptLookupRuntime
 from longtrain.targets.loading import random_target
+from tests.helpers import ONE_LAYER, attached, chi_square
 
 SPEC = methods.get("prompt_lookup")
 CHAIN = TreeShape((1,) * 4)
@@ -26,8 +27,7 @@ def target():
 
 
 def parts_of(target, **keys) -> Parts:
-    config = Config(**keys)
-    return SPEC.attach(SPEC.build(config, target.info), target, config, {})
+    return attached("prompt_lookup", target, **keys)
 
 
 def looked_up(text: list[int], ngram: int, count: int) -> list[int]:
@@ -50,7 +50,7 @@ class Lengths:
         self.len_B = torch.tensor(lengths)
 
 
-def drafted(target, texts, ngram=3, count=5, law=Law.POINT):
+def drafted(target, texts, ngram=3, count=5, children=ChildChoice.POINT):
     """What is drafted for texts whose last token is the root."""
     runtime = PromptLookupRuntime(target, ngram)
     longest = max(map(len, texts))
@@ -58,7 +58,7 @@ def drafted(target, texts, ngram=3, count=5, law=Law.POINT):
     n_B = torch.tensor([len(text) - 1 for text in texts])
     runtime.start(tokens_BS, n_B, None, Lengths(*n_B.tolist()))
     root_B = torch.tensor([text[-1] for text in texts])
-    return runtime, runtime.propose(root_B, TreeShape((1,) * count, law), Sampling(), None)
+    return runtime, runtime.propose(root_B, TreeShape((1,) * count, children), Sampling(), None)
 
 
 def test_the_longest_match_then_the_latest(target):
@@ -79,7 +79,7 @@ def test_the_longest_match_then_the_latest(target):
         [4, 7, 4, 7, 4],
         [5] * 5,
     ]
-    assert tree.law is Law.POINT and tree.q_BNV is None
+    assert tree.children is ChildChoice.POINT and tree.q_BNV is None
     assert tree.parents_BN[0].tolist() == [-1, 0, 1, 2, 3, 4]
 
 
@@ -147,51 +147,20 @@ def test_the_text_is_the_targets_own(target, sampling):
     assert sampling.temperature or out.stats.tau > 1.3
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.NO_REPLACE])
-def test_as_a_sampled_chain_it_follows_the_targets_law(law):
-    """Its law is the one of a certain token: two-sample chi-square, 400 sequences each; 99.9% of the law."""
+@pytest.mark.parametrize("children", [ChildChoice.IID, ChildChoice.NO_REPLACE])
+def test_as_a_sampled_chain_it_follows_the_targets_law(children):
+    """The law of its drafts is that of a certain token."""
     target = random_target("llama_micro", seed=3)
     engine = Engine(target, parts_of(target), limits=Limits(batch=400))
-    texts = [[5, 6, 7, 8, 9, 10] * 6] * 400
     sampling = Sampling(temperature=1.5, top_k=3, seed=1)
-    counts = []
-    for shape, first in ((PLAIN, 0), (TreeShape((1, 1), law), 1000)):
-        generation = engine.generate(
-            texts,
-            max_new_tokens=5,
-            sampling=sampling,
-            shape=shape,
-            ignore_eos=True,
-            sequence_ids=range(first, first + 400),
-        )
-        tokens = torch.tensor(generation.tokens)[:, 1:]
-        counts.append(
-            torch.stack([torch.bincount(tokens[:, at] % 7, minlength=7) for at in range(4)]).double()
-        )
-    one, two = counts
-    chi2 = float(((one - two).square() / (one + two).clamp(min=1)).sum())
-    assert chi2 < 51.2 and generation.stats.acceptance_rate > 0.02  # 24 degrees of freedom
+    prompt, shape = [5, 6, 7, 8, 9, 10] * 6, TreeShape((1, 1), children)
+    chi2, stats = chi_square(engine, prompt, shape, sampling, tokens=5, runs=400)
+    assert chi2 < 51.2 and stats.acceptance_rate > 0.02  # 99.9% at 24 degrees of freedom
 
 
 def test_on_another_cache_and_its_memory(target):
-    quantspec = methods.get("quantspec")
-    wide = random_target(
-        {
-            "model_type": "llama",
-            "vocab_size": 61,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 4096,
-        },
-        seed=3,
-        dtype=torch.float64,
-    )
-    config = quantspec.config(draft=False)
-    cache = quantspec.attach(quantspec.build(config, wide.info), wide, config, {})
+    wide = random_target(ONE_LAYER, seed=3, dtype=torch.float64)
+    cache = attached("quantspec", wide, draft=False)
     parts = parts_of(wide).merge(cache)
     engine = Engine(wide, parts)
     texts = [list(range(50)) * 6]

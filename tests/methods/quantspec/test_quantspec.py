@@ -1,6 +1,7 @@
 """QuantSpec in the engine: the same text as plain decoding on the same cache, and what it refuses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
@@ -19,21 +20,11 @@ from longtrain.methods import policies
 from longtrain.methods.quantspec.config import Config
 from longtrain.targets.int4 import Int4Target
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import ONE_LAYER, attached, chi_square, token_ids
 
 SPEC = methods.get("quantspec")
-MICRO = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+MICRO = ONE_LAYER
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +34,10 @@ def target():
 
 
 def parts_of(target, **keys) -> Parts:
-    config = Config(**keys)
-    return SPEC.attach(SPEC.build(config, target.info), target, config, {})
+    return attached("quantspec", target, **keys)
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    gen = torch.Generator().manual_seed(1)
-    return [torch.randint(MICRO["vocab_size"], (length,), generator=gen).tolist() for length in lengths]
+prompts = partial(token_ids, vocab=61)
 
 
 def both(engine, texts, shape, **options):
@@ -117,29 +105,14 @@ def test_a_cache_that_is_outgrown_gives_its_memory_back(target, capture):
     assert engine.generate(prompts(200), **how).tokens == before
 
 
-@pytest.mark.parametrize("law", [Law.IID, Law.POINT])
-def test_sampled_text_follows_the_law_of_plain_decoding(law):
-    """Two-sample chi-square of the tokens after the first, 500 sequences each; 99.9% of the law."""
+@pytest.mark.parametrize("children", [ChildChoice.IID, ChildChoice.POINT])
+def test_sampled_text_follows_the_law_of_plain_decoding(children):
     target = random_target({**MICRO, "vocab_size": 7}, seed=3)
     engine = Engine(target, parts_of(target), limits=Limits(batch=500))
-    texts = [[token % 7 for token in prompts(254)[0]]] * 500
-    sampling = Sampling(temperature=1.3, seed=1)
-    counts = []
-    for shape, first in ((PLAIN, 0), (TreeShape((1, 1), law), 1000)):
-        generation = engine.generate(
-            texts,
-            max_new_tokens=4,
-            sampling=sampling,
-            shape=shape,
-            ignore_eos=True,
-            sequence_ids=range(first, first + 500),
-        )
-        tokens = torch.tensor(generation.tokens)
-        counts.append(torch.stack([torch.bincount(tokens[:, at], minlength=7) for at in (1, 2, 3)]).double())
-    one, two = counts
-    total = (one + two).clamp(min=1)
-    chi2 = float(((one - two).square() / total).sum())
-    assert chi2 < 42.3  # 18 degrees of freedom
+    prompt = [token % 7 for token in prompts(254)[0]]
+    shape, sampling = TreeShape((1, 1), children), Sampling(temperature=1.3, seed=1)
+    chi2, _ = chi_square(engine, prompt, shape, sampling, tokens=4, runs=500)
+    assert chi2 < 42.3  # 99.9% at 18 degrees of freedom
 
 
 def test_gaps_of_differences_are_those_of_this_cache(target):
@@ -152,25 +125,22 @@ def test_gaps_of_differences_are_those_of_this_cache(target):
     cache = parts.cache(1, 400, 1)
     for at, ids in enumerate([prompt[0], *([token] for token in tokens[:4])]):
         pos_BT = torch.arange(len(ids))[None] + (299 + at if at else 0)
-        step = target.forward(Rows(pos_BT, torch.tensor([ids])), cache, want=Want("last"))
+        step = target.forward(TokenBatch(pos_BT, torch.tensor([ids])), cache, outputs=OutputRequest("last"))
         cache.commit(None, torch.tensor([len(ids)]))
     logits = step.logits_BTV[0, 0]
     assert int(logits.argmax()) == tokens[4]
-    want = float(logits.max() - logits[other])
+    outputs = float(logits.max() - logits[other])
     for again in (
         logits_at_once(target, parts, passage),
         *(logits_in_steps(target, parts, passage, rows=rows) for rows in (1, 3)),
     ):
-        assert float(again[0].max() - again[0, other]) == pytest.approx(want, abs=1e-9)
+        assert float(again[0].max() - again[0, other]) == pytest.approx(outputs, abs=1e-9)
     plain = logits_at_once(target, Parts(), passage)[0]
-    assert abs(float(plain.max() - plain[other]) - want) > 1e-6
+    assert abs(float(plain.max() - plain[other]) - outputs) > 1e-6
 
 
 def test_another_draft_on_this_cache_is_exact(target):
-    longspec = methods.get("longspec")
-    config = longspec.config(window=32)
-    module = longspec.build(config, target.info).double()
-    parts = parts_of(target, draft=False).merge(longspec.attach(module, target, config, {}))
+    parts = parts_of(target, draft=False).merge(attached("longspec", target, window=32))
     assert parts.name == "quantspec+longspec"
     engine = Engine(target, parts)
     plain, drafted = both(engine, prompts(250, 40), TreeShape((2, 2)), max_new_tokens=24)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 
 from longtrain import methods
-from longtrain.cache.row_sets import ReadBudget, choose_rows
+from longtrain.cache.entry_sets import ReadBudget, choose_entries
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
@@ -22,7 +22,7 @@ from longtrain.methods.sparse.rules import page_bounds
 from longtrain.methods.sparse.spec import RULES, SPEC
 from longtrain.systems import Builder
 from longtrain.systems.system import System, without_draft
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.decoding.micro import prompts_of
 from tests.decoding.micro import target as micro
 from tests.decoding.toys import OracleDraft
@@ -78,7 +78,7 @@ def started(rule, keys, **options):
 def rows_of(rule, rows=30, **options):
     """Sets of layer 1 that a rule chooses, as Python sets [b][g]; and what they were chosen from."""
     selector, q, k, len_B = started(rule, {**KEYS, "budget_tokens": rows}, **options)
-    found = choose_rows(selector.at_layer(1, q, k, len_B), len_B, selector.budget)
+    found = choose_entries(selector.at_layer(1, q, k, len_B), len_B, selector.budget)
     return [[set(one.tolist()) for one in two] for two in found], q[:, :, 0], k, len_B.tolist()
 
 
@@ -151,8 +151,8 @@ def test_quest_bound_is_that_of_sparse_attention_hub():
         torch.stack([getattr(torch, f"a{kind}")(one, 2) for one in repeated.split(16, 2)], 2)
         for kind in ("min", "max")
     )
-    want = torch.maximum(q[:, :, None] * low, q[:, :, None] * high).sum(-1)
-    torch.testing.assert_close(found, want)
+    outputs = torch.maximum(q[:, :, None] * low, q[:, :, None] * high).sum(-1)
+    torch.testing.assert_close(found, outputs)
     exact = (q[:, :, None] * repeated).sum(-1)
     assert (found.repeat_interleave(16, -1)[..., :70] >= exact - 1e-4).all()
 
@@ -243,21 +243,21 @@ def test_rules_that_look_at_other_steps_and_layers(rule):
     """`previous`: the query of the step before, over the rows of this one. `reused`: layer 1's query, of this
     step from layer 1 on and of the step before in layer 0."""
     parts = parts_of(rule)
-    watch = parts.selector.at_layer = Watched(parts.selector)
+    hook = parts.selector.at_layer = Watched(parts.selector)
     generate(parts, PROMPTS[:1], max_new_tokens=5)
     for layer in (0, 1):
-        rows = watch.seen[0][0][1].shape[1]
+        rows = hook.seen[0][0][1].shape[1]
         if (rule, layer) != ("reused", 1):
-            assert watch.said[0][layer].tolist() == [list(range(rows))] * 2
-    for before, now, said in zip(watch.seen, watch.seen[1:], watch.said[1:], strict=False):
+            assert hook.said[0][layer].tolist() == [list(range(rows))] * 2
+    for before, now, said in zip(hook.seen, hook.seen[1:], hook.said[1:], strict=False):
         for layer in (0, 1):
             of = 1 if rule == "reused" else layer
             q = (now if (rule, layer) == ("reused", 1) else before)[of][0]
             keys = now[of][1]
             if (rule, layer) == ("reused", 0):
                 keys = keys[:, : said[0].shape[1]]
-            want = torch.stack([weights(heads_of(q[None], keys[None], 0, g), keys[g]) for g in range(2)])
-            torch.testing.assert_close(said[layer], want)
+            outputs = torch.stack([weights(heads_of(q[None], keys[None], 0, g), keys[g]) for g in range(2)])
+            torch.testing.assert_close(said[layer], outputs)
 
 
 @pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 2}, {"groups": 1, "all_heads": True}])
@@ -287,15 +287,15 @@ def test_the_shared_oracle_sums_over_its_layers(options):
     ids = torch.tensor([full])
     cache = target.new_cache(1, len(full), 1)
     target.forward(
-        Rows(torch.arange(len(full))[None], ids), cache, want=Want("none"),
-        watch=lambda layer, q, k, v: seen.append((q[0, :, -1], k[0])),
+        TokenBatch(torch.arange(len(full))[None], ids), cache, outputs=OutputRequest("none"),
+        hook=lambda layer, q, k, v: seen.append((q[0, :, -1], k[0])),
     )  # fmt: skip
-    want = torch.zeros_like(said[0])
+    outputs = torch.zeros_like(said[0])
     for layer, (q, k) in enumerate(seen):
         for g in range(2):
             logits = heads_of(q[None], k[None], 0, g) @ k[g, :-1].T / math.sqrt(k.shape[-1])
-            want[selector.table_LG[layer, g]] += logits.softmax(-1).sum(0)
-    torch.testing.assert_close(said[0], want)
+            outputs[selector.table_LG[layer, g]] += logits.softmax(-1).sum(0)
+    torch.testing.assert_close(said[0], outputs)
 
 
 def test_settings_and_systems():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from longtrain import methods
 from longtrain.artifact import Artifact
+from longtrain.config import MethodChoice, RunConfig
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Parts, TreeShape, Verdict
 from longtrain.decoding.tree import chain
@@ -21,7 +20,8 @@ from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.prune import pruned
 from longtrain.methods.specontext.spec import SPEC
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Rows, Want
+from longtrain.targets.step import OutputRequest, TokenBatch
+from tests.helpers import noisy
 
 VARIANTS = {
     "shifted": Config(layers=[0, 1]),
@@ -45,12 +45,7 @@ def llama():
 
 def head_of(config, target, dtype=torch.float64):
     """A head with weights large enough that every part matters."""
-    head = RetrievalHead(config, target.info).to(dtype)
-    gen = torch.Generator().manual_seed(5)
-    for name, p in head.named_parameters():
-        noise = torch.randn(p.shape, generator=gen, dtype=torch.float64)
-        p.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(dtype)
-    return head
+    return noisy(RetrievalHead(config, target.info).to(dtype))
 
 
 def attached(config, target, **keys):
@@ -67,7 +62,9 @@ def scores_of(head, config, target, text, root):
     """Scores of all rows of a text for its root, from one pass over the text; the target reads everything."""
     ids = torch.tensor([*text, root])
     n = len(text)
-    hidden = target.packed(ids, torch.arange(n + 1), (0, n + 1), Want("none", hidden=head.hidden)).hidden
+    hidden = target.packed(
+        ids, torch.arange(n + 1), (0, n + 1), OutputRequest("none", hidden=head.hidden)
+    ).hidden
     embed = target.embed(ids)
     rows = []
     for s in range(n + 1):
@@ -111,12 +108,12 @@ def test_scores_are_those_of_the_module_from_scratch(name, llama):
     n_B = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([[*text, *[0] * (29 - len(text))] for text in texts])
     cache = Engine(llama, Parts(selector=selector)).new_cache(3, 80, 4)
-    want = Want("last", hidden=selector.want.hidden)
-    step = llama.forward(Rows(torch.arange(29).expand(3, -1), ids, n_B=n_B), cache, want=want)
+    outputs = OutputRequest("last", hidden=selector.outputs.hidden)
+    step = llama.forward(TokenBatch(torch.arange(29).expand(3, -1), ids, n_B=n_B), cache, outputs=outputs)
     cache.commit(None, n_B)
     selector.start(ids, n_B, step, cache)
     for taken in ([3, 1, 2], [1, 0, 3], [2, 2, 2]):
-        scores, due_B = selector.ahead(roots), cache.row_sets.due(cache.len_B)
+        scores, due_B = selector.ahead(roots), cache.entry_sets.due(cache.len_B)
         for b, text in enumerate(texts):
             if not due_B[b]:
                 assert scores[b].isneginf().all()
@@ -126,7 +123,9 @@ def test_scores_are_those_of_the_module_from_scratch(name, llama):
         cache.choose(scores)
         tokens = torch.stack([roots, roots + 11, roots + 23], 1)
         pos = cache.len_B[:, None] + torch.arange(3)
-        step = llama.forward(Rows(pos, tokens), cache, want=Want("none", hidden=want.hidden))
+        step = llama.forward(
+            TokenBatch(pos, tokens), cache, outputs=OutputRequest("none", hidden=outputs.hidden)
+        )
         n_B = torch.tensor(taken)
         cache.commit(None, n_B)
         selector.observe(chain(tokens), Verdict(torch.arange(3).expand(3, 3), n_B, roots), step)
@@ -189,7 +188,7 @@ def test_a_pruned_head_has_the_queries_and_keys_of_the_draft(llama):
 
 def test_what_is_refused(llama):
     other = random_target("qwen3_micro", seed=1, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="a budget of 14 rows, of which 2 sinks and the last 40"):
+    with pytest.raises(ConfigError, match="a budget of 14 entries, of which 2 sinks and the last 40"):
         attached(Config(), llama, window=40)
     with pytest.raises(ConfigError, match=r"the budget is 0\.5 of the prompt"):
         attached(Config(), llama, budget_ratio=0.5)
@@ -202,9 +201,9 @@ def test_what_is_refused(llama):
     with pytest.raises(TargetMismatchError, match=r"pass method\.mapping=calibrated"):
         RetrievalHead(Config(n_heads=1, n_kv_heads=1), llama.info)
     head = head_of(Config(), llama)
-    with pytest.raises(TargetMismatchError, match=r"heads of 16; target .* asks for 48, 2, 2 and 32"):
+    with pytest.raises(TargetMismatchError, match=r"\(48, 2, 2, 16\); target .* asks for \(48, 2, 2, 32\)"):
         SPEC.attach(head, other, Config(), KEYS)
-    with pytest.raises(TargetMismatchError, match="a retrieval head of hidden size 48 for 3 layers"):
+    with pytest.raises(TargetMismatchError, match=r"a retrieval head of \(hidden size, .*\) = \(48, 3, "):
         head.table_LG = torch.zeros(3, 2).long()
         SPEC.attach(head, other, Config(), KEYS)
     with pytest.raises(ConfigError, match=r"method.layers=.*null where method.variant=embedding"):
@@ -218,12 +217,11 @@ def test_init_takes_the_artifact_of_a_draft_and_no_other(tmp_path, caplog):
     Artifact.from_module("eagle3", settings, module=draft, target=target).save(
         tmp_path / "checkpoints" / "draft"
     )
-    cfg = OmegaConf.create(
-        {"init": "draft", "home": str(tmp_path), "method": {"name": "specontext", "layers": [0, 1]}}
-    )
+    values = {"init": "draft", "home": str(tmp_path), "method": {"name": "specontext", "layers": [0, 1]}}
+    cfg = RunConfig(values)
     head = RetrievalHead(Config(layers=[0, 1]), target.info)
     with caplog.at_level("INFO"):
-        facts = train._load_init(cfg, SPEC, head, target)
+        facts = train._load_init(cfg, cfg.method, head, target)
     assert facts["init"]["artifact"] == "draft"
     assert torch.equal(head.fc.weight, draft.fc.weight)
     assert torch.equal(head.k_proj.weight, draft.self_attn.k_proj.weight)
@@ -231,4 +229,4 @@ def test_init_takes_the_artifact_of_a_draft_and_no_other(tmp_path, caplog):
     whole = sum(p.numel() for p in draft.parameters())
     assert f"weights={kept} draft_weights={whole} share={kept / whole:.4f}" in caplog.text
     with pytest.raises(ConfigError, match="trained by method=eagle3, this run is method=longspec"):
-        train._load_init(cfg, methods.get("longspec"), head, target)
+        train._load_init(cfg, MethodChoice("longspec", {"name": "longspec"}), head, target)

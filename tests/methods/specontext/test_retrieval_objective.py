@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.methods import set_objective as objectives
-from longtrain.methods.query_rows import draw, far
+from longtrain.methods.query_positions import draw, far
 from longtrain.methods.specontext.config import Config
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 from .test_retrieval_head import head_of
 
-SMALL = {"queries": 6, "sinks": 2, "window": 4, "recall_rows": 12}
+SMALL = {"queries": 6, "sinks": 2, "window": 4, "recall_entries": 12}
 CONFIGS = {
     "shifted, rows alike": Config(layers=[0, 1], by_mass=False, **SMALL),
     "groups, own keys, mean, mlp": Config(layers=[1], sets=2, share_keys=False, pool="mean", mlp=8, **SMALL),
@@ -38,8 +38,8 @@ def by_hand(head, target, config, batch):
         ids = batch.ids_T[one.start : one.stop]
         n, seen = len(ids), {}
         step = target.packed(
-            ids, torch.arange(n), (0, n), Want("none", hidden=head.hidden),
-            watch=lambda layer, q, k, v, seen=seen: seen.update({layer: (q[0], k[0])}),
+            ids, torch.arange(n), (0, n), OutputRequest("none", hidden=head.hidden),
+            hook=lambda layer, q, k, v, seen=seen: seen.update({layer: (q[0], k[0])}),
         )  # fmt: skip
         alone = Batch(ids, (0, n), batch.loss_mask_T[one.start : one.stop], seed=0, tokens_in_step=1)
         row = objectives.ReadRow(alone, step.hidden, [])
@@ -73,14 +73,16 @@ def by_hand(head, target, config, batch):
                     query = q_all[t, set_ * heads + g * (heads // groups) + h]
                     weights.append((key @ query * head.dim**-0.5).log_softmax(0))
                 score = torch.stack(weights).amax(0)
-                law = score[inside[: t - shift]].log_softmax(0)
+                children = score[inside[: t - shift]].log_softmax(0)
                 teacher = mass[inside]
                 whole = teacher.sum()
-                loss = (teacher * ((teacher / whole).clamp_min(1e-300).log() - law)).sum()
+                loss = (teacher * ((teacher / whole).clamp_min(1e-300).log() - children)).sum()
                 if config.recall_weight:
-                    rows = config.recall_rows - config.sinks - config.window
-                    edge = law.detach().topk(rows).values[-1] if len(law) >= rows else -1e4
-                    loss = loss + config.recall_weight * (whole - (teacher * torch.sigmoid(law - edge)).sum())
+                    rows = config.recall_entries - config.sinks - config.window
+                    edge = children.detach().topk(rows).values[-1] if len(children) >= rows else -1e4
+                    loss = loss + config.recall_weight * (
+                        whole - (teacher * torch.sigmoid(children - edge)).sum()
+                    )
                 total = total + loss * one.labels / len(one.at_R)
     return total / head.n_sets
 
@@ -93,25 +95,25 @@ def test_loss_and_gradient_are_those_of_the_sum_written_out(name, target, make_b
     config, batch = CONFIGS[name], make_batch(target, (40, 9, 61))
     head = head_of(config, target)
     loss = RetrievalObjective(head, target, config)(batch)
-    want = by_hand(head, target, config, batch)
-    torch.testing.assert_close(loss.total, want, rtol=1e-9, atol=1e-9)
+    outputs = by_hand(head, target, config, batch)
+    torch.testing.assert_close(loss.total, outputs, rtol=1e-9, atol=1e-9)
     loss.total.backward()
     got = {key: p.grad.clone() for key, p in head.named_parameters()}
     head.zero_grad()
-    want.backward()
+    outputs.backward()
     for key, p in head.named_parameters():
         torch.testing.assert_close(
             got[key], p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: key + text
         )
     assert loss.tokens == int(batch.loss_mask_T.sum())
-    held, oracle = (float(loss.figures[key][0] / loss.figures[key][1]) for key in ("recall", "recall_oracle"))
+    held, oracle = (float(loss.metrics[key][0] / loss.metrics[key][1]) for key in ("recall", "recall_oracle"))
     assert 0 < held < oracle <= 1
 
 
 def test_a_head_learns_where_the_target_looks(make_batch):
     """Recall of the far attention rises from chance towards the teacher's own sets."""
     target = random_target("llama_micro", seed=1)
-    config = Config(layers=[0, 1], sets=2, pool="mean", **{**SMALL, "queries": 32, "recall_rows": 14})
+    config = Config(layers=[0, 1], sets=2, pool="mean", **{**SMALL, "queries": 32, "recall_entries": 14})
     torch.manual_seed(0)
     head = RetrievalHead(config, target.info)
     objective = RetrievalObjective(head, target, config)
@@ -122,7 +124,7 @@ def test_a_head_learns_where_the_target_looks(make_batch):
         optimizer.zero_grad()
         (loss.total / loss.tokens).backward()
         optimizer.step()
-        recall, oracle = (loss.figures[key][0] / loss.figures[key][1] for key in ("recall", "recall_oracle"))
+        recall, oracle = (loss.metrics[key][0] / loss.metrics[key][1] for key in ("recall", "recall_oracle"))
         shares.append(float(recall / oracle))
     assert sum(shares[-5:]) / 5 > sum(shares[:5]) / 5 + 0.1
 
@@ -154,9 +156,9 @@ def test_a_calibrated_map_counts_the_evidence_of_all_ranks(target, make_batch, m
     objective = RetrievalObjective(head, target, config)
     for _ in range(2):
         objective(mine)
-    want = 2 * (found[0] + found[1])
-    torch.testing.assert_close(head.evidence_LGX, want)
-    assert torch.equal(head.table_LG, want.argmax(-1))
+    outputs = 2 * (found[0] + found[1])
+    torch.testing.assert_close(head.evidence_LGX, outputs)
+    assert torch.equal(head.table_LG, outputs.argmax(-1))
 
 
 def test_a_row_without_query_rows_is_told_once(target, make_batch, caplog):
@@ -166,6 +168,6 @@ def test_a_row_without_query_rows_is_told_once(target, make_batch, caplog):
         loss = objective(make_batch(target, sizes))
         assert (float(loss.total.detach()) == 0) == (max(sizes) < 16)
     assert [record.message for record in caplog.records if "nothing is learned" in record.message] == [
-        "nothing is learned of the row of a batch, and not of others like it: its documents have fewer than "
-        "16 tokens, or no label behind their first quarter (their first 12 if they are long)"
+        "nothing is learned from the sequence of a batch, nor from similar ones: its documents have fewer "
+        "than 16 tokens, or no label behind their first quarter (their first 12 if they are long)"
     ]

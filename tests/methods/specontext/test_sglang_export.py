@@ -82,7 +82,7 @@ def decoded(head, config, target, prompts):
     observe = selector.observe
 
     def noted(*args):
-        sets, table = selector.cache.row_sets, selector.table_LG[:, 0]
+        sets, table = selector.cache.entry_sets, selector.table_LG[:, 0]
         rows = zip(sets.idx_BXK, sets.n_B, strict=True)
         seen.append([[set_XK[x, :n].tolist() for x in table] for set_XK, n in rows])
         observe(*args)
@@ -165,8 +165,8 @@ def test_pages_are_chosen_by_their_best_row(target, tmp_path):
         score = (q[n] @ k[:n].T * head.dim**-0.5).log_softmax(-1).amax(0)
         forced = {0, *range((n - 4) // page, n // page + 1)}
         ranked = sorted({*range(n // page)} - forced, key=lambda p: -score[p * page : (p + 1) * page].max())
-        want = sorted([*forced, *ranked[: 5 - len(forced)]])
-        assert theirs[step][0] == [want] * target.info.n_layers
+        outputs = sorted([*forced, *ranked[: 5 - len(forced)]])
+        assert theirs[step][0] == [outputs] * target.info.n_layers
 
 
 def test_what_sglang_cannot_serve_is_refused(target):

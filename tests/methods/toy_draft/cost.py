@@ -8,10 +8,10 @@ from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost, MethodCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
-from longtrain.costs.training import PackedRow, StepCost
+from longtrain.costs.training import PackedSequence, StepCost
 
 
-def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
+def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
     """Three hidden states a row are read; the rest is its own linear layers and the LM head."""
     read = len({*layers_of(config, size.n_layers), -1}) * size.hidden_size
     return StepCost(

@@ -11,11 +11,11 @@ import torch
 from longtrain.methods.toy_draft.config import Config
 from longtrain.methods.toy_draft.modules import ToyDraft
 
-from longtrain.data.rows.batch import Batch
+from longtrain.data.packing.batch import Batch
 from longtrain.losses import fused_linear_kl
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.model import Target
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 
 class ToyObjective(Objective):
@@ -27,11 +27,11 @@ class ToyObjective(Objective):
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels."""
-        want = Want("none", hidden=tuple({*self.module.layers, -1}))
+        outputs = OutputRequest("none", hidden=tuple({*self.module.layers, -1}))
         starts, stops = zip(*pairwise(batch.bounds), strict=True)
         pos_T = torch.cat([torch.arange(b - a) for a, b in zip(starts, stops, strict=True)])
         with torch.no_grad():
-            step = self.target.packed(batch.ids_T, pos_T.to(batch.ids_T.device), batch.bounds, want)
+            step = self.target.packed(batch.ids_T, pos_T.to(batch.ids_T.device), batch.bounds, outputs)
             embed_TE = self.target.embed(batch.ids_T)
         context_TX = torch.cat([step.hidden[layer] for layer in self.module.layers], -1)
         label_T = batch.loss_mask_T.nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""The toy draft at work: it tells the logits of a level's nodes, and `TreeGrowth` does the rest.
+"""The toy draft at work: it tells the logits of a level's nodes, and `TreeExpansion` does the rest.
 
 Shapes: B batch, S prompt tokens, N tree nodes, M nodes of a level, E hidden dim, X = E times the layers read.
 """
@@ -10,11 +10,11 @@ from longtrain.methods.toy_draft.modules import ToyDraft
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
-from longtrain.decoding.growth import Level, TreeGrowth, check_tree
+from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.targets.model import Target
-from longtrain.targets.step import TargetStep, Want
+from longtrain.targets.step import OutputRequest, TargetStep
 
 
 class ToyRuntime:
@@ -24,8 +24,8 @@ class ToyRuntime:
 
     def __init__(self, module: ToyDraft, target: Target) -> None:
         self.module, self.target = module, target
-        self.want = Want(hidden=module.layers)
-        self._growth = TreeGrowth()
+        self.outputs = OutputRequest(hidden=module.layers)
+        self._expansion = TreeExpansion()
         self._context_BX = torch.empty(0)
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
@@ -33,7 +33,7 @@ class ToyRuntime:
         self.cache = cache
         self._keep(step, n_B - 1)
 
-    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
         """Draft below the root."""
         path_embeds: list[Tensor] = []
 
@@ -44,7 +44,7 @@ class ToyRuntime:
             context_BMX = self._context_BX[:, None].expand(-1, level.tokens_BM.shape[1], -1)
             return self.target.head(self.module(context_BMX, mean_BME).to(self.target.dtype))
 
-        return self._growth.grow(logits_of, root_B, self.cache.len_B, shape, sampling, coins)
+        return self._expansion.grow(logits_of, root_B, self.cache.len_B, shape, sampling, rng)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Keep the hidden states of the last accepted node."""
@@ -52,7 +52,7 @@ class ToyRuntime:
         self._keep(step, verdict.path_BP.gather(1, last_B1)[:, 0])
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse what `TreeGrowth` cannot grow."""
+        """Refuse what `TreeExpansion` cannot grow."""
         check_tree(shape, self.target.info.vocab_size, "the toy draft")
 
     def bytes(self) -> int:

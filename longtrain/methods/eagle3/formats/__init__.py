@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +26,11 @@ from longtrain.methods.eagle3.formats.names import (
     format_of,
 )
 from longtrain.methods.eagle3.formats.read import read_folder
-from longtrain.methods.eagle3.formats.record import refuse_changed
-from longtrain.methods.eagle3.formats.verify import fresh_norms, verify_folder
+from longtrain.methods.eagle3.formats.verify import fresh_norms, refuse_changed, verify_folder
 from longtrain.methods.eagle3.formats.write import folder_config, folder_tensors, refuse
 from longtrain.methods.eagle3.vocabulary import check_vocabulary
 from longtrain.methods.spec import Formats, Imported
+from longtrain.methods.written_folders import checksums
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 DRAFTED = 4
-"""Tokens of a chain that a server drafts unless it is told otherwise; fewer where fewer were trained."""
+"""Default length of a server's drafted chain; shorter if fewer depths were trained."""
 
 
 def format_files(
@@ -50,19 +49,19 @@ def format_files(
     facts: dict[str, Any],
     name: str,
 ) -> dict[str, bytes]:
-    """The files of a folder, by their path in it.
+    """Return the files of an exported folder, relative path -> content.
 
     Args:
         form: one of `NAMES`.
         tensors: the module's state, by name.
         config: hyperparameters.
-        target: the frozen target: its embeddings, and its facts.
+        target: the frozen target, for its embeddings and sizes.
         facts: provenance of the training run.
         name: the folder's name.
 
     Raises:
-        ConfigError: an engine that reads this format would drop something silently.
-        TargetMismatchError: the draft's vocabulary lacks a token that ends texts of the target.
+        ConfigError: engines that read this format would silently ignore a setting.
+        TargetMismatchError: the draft's vocabulary does not contain an end token of the target.
     """
     refuse(form, config, target.info)
     check_vocabulary(tensors[IDS], target.info)
@@ -100,7 +99,7 @@ def format_files(
         "config": outer,
         "fresh": fresh,
         "steps": facts.get("step"),
-        "files": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()},
+        "files": checksums(files),
     }
     shown = replace(target.info, name=at_hand.name) if at_hand.is_dir() else target.info
     card = serving_card(form, name, config, shown, drafted=drafted)
@@ -108,18 +107,18 @@ def format_files(
 
 
 def longest_document(facts: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest document of training, by its provenance; None: it does not say."""
+    """Return the tokens of the longest training document, from the provenance; None if unknown."""
     stages = (facts.get("data") or {}).get("stages") or []
     return max((int(stage["doc_tokens"]) for stage in stages if "doc_tokens" in stage), default=None)
 
 
 def _read(folder: Path, trained_by: str | None) -> Imported:
-    """The draft of a folder, which is as it was exported where longtrain wrote it; see `read_folder`.
+    """Read the draft of a folder; one written by longtrain must be unchanged; see `read_folder`.
 
     Raises:
-        ArtifactError: see `read_folder`; or it was changed since.
+        ArtifactError: see `read_folder`; or the folder was changed after the export.
     """
-    found = read_folder(folder, trained_by)  # it says best what is damaged
+    found = read_folder(folder, trained_by)  # first, since its messages on damage are more specific
     refuse_changed(folder)
     return found
 

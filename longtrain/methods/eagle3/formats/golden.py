@@ -1,24 +1,24 @@
-"""What an exported draft makes of fixed inputs, recorded beside its files and asked again by `verify`.
+"""Outputs of an exported draft on fixed inputs, recorded beside its files and compared by `verify`.
 
-The states of the target are made up: the draft alone is asked, in fp32 on a CPU, so that neither the target
-nor a GPU is needed. Prompt rows stand on both sides of the window's edge and far apart, so that an edge off
-by one, a lost window or another rotary base changes what the attention gathers.
+The target's states are random: only the draft runs, in fp32 on a CPU, so that neither the target nor a GPU is
+needed. Prompt tokens are on both sides of the window's edge and far apart, so that an edge off by one, a
+missing window or another rotary base changes the attention's output.
 
-The files lie in a folder of their own, because engines load every safetensors file beside `config.json`.
+The files are in a separate folder, because engines load every safetensors file beside `config.json`.
 
-Shapes: T prompt rows, R of them with chains, K depths, E hidden dim, n levels of the target, V draft tokens.
+Shapes: T prompt tokens, R of them with chains, K depths, E hidden dim, n target layers read, V draft tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError
+from longtrain.layers import exact_products
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.recursion import Chains, recursion, rows_back
@@ -29,25 +29,25 @@ FOLDER = "longtrain"
 RECORD, GOLDEN = f"{FOLDER}/record.json", f"{FOLDER}/golden.safetensors"
 CHAINS, DEPTHS = 4, 4
 FAR = 256
-"""Rows stand at positions up to this, or twice the window."""
+"""Largest position of the prompt's tokens, unless twice the window is larger."""
 LIMIT = 1e-4
-"""Largest relative distance of a row's logits, and of what its attention gathered, on any machine."""
+"""Largest relative distance of a token's logits and of its attention output, on any machine."""
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Fixed inputs and what the draft made of them.
+    """Fixed inputs and the draft's outputs for them.
 
     Args:
-        rows_T: positions of the prompt's rows, ascending, int64.
-        states_TN: the target's states of all levels side by side, fp32, N = n E.
-        ids_T: tokens whose embeddings the rows have, int64.
+        rows_T: positions of the prompt's tokens, ascending, int64.
+        states_TN: the target's states of all read layers, concatenated, fp32, N = n E.
+        ids_T: token ids of the input embeddings, int64.
         first_TE: those embeddings, fp32.
-        later_ids_KR: tokens forced on the chains at later depths.
+        later_ids_KR: forced tokens of the chains at later depths.
         later_KRE: their embeddings.
         logits_KRV: the draft's logits.
-        mixed_KRHD: what its attention gathered.
-        tokens_KR: the likeliest token at each step, in the target's vocabulary.
+        mixed_KRHD: outputs of the draft's attention.
+        tokens_KR: the most likely token at each step, in the target's vocabulary.
     """
 
     rows_T: Tensor
@@ -64,13 +64,13 @@ class Proposals:
     def record(
         cls, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo, embed_VE: Tensor
     ) -> Proposals:
-        """Ask a module.
+        """Run a module on the fixed inputs and record its outputs.
 
         Args:
-            tensors: its state, by name.
+            tensors: the module's state, by name.
             config: hyperparameters.
             info: the target.
-            embed_VE: the embeddings that the draft reads.
+            embed_VE: input embeddings of the draft.
         """
         gen = torch.Generator().manual_seed(0)
         rows_T = golden_rows(config, info)
@@ -87,7 +87,7 @@ class Proposals:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Proposals:
-        """Rebuild from `vars`.
+        """Rebuild from the stored tensors, which have the fields' names.
 
         Raises:
             ArtifactError: a tensor is missing.
@@ -97,48 +97,16 @@ class Proposals:
             raise ArtifactError(f"{GOLDEN} lacks {', '.join(missing)}; export the folder again")
         return cls(**{name: tensors[name] for name in names})
 
-    def misshapen(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
-        """What cannot be replayed: tensors of other shapes than this draft's, or ids that are no tokens.
-
-        Args:
-            tensors: the module's state, as it was read from the folder.
-            config: as it was read from the folder.
-            info: the target, as far as it is known.
-        """
-        T, E, V = self.rows_T.numel(), info.hidden_size, info.vocab_size
-        heads, dim = config.n_heads or info.n_heads, config.head_dim or info.head_dim
-        want = {
-            "rows_T": (T,),
-            "states_TN": (T, tensors["fc.weight"].shape[1]),
-            "ids_T": (T,),
-            "first_TE": (T, E),
-            "later_ids_KR": (DEPTHS - 1, CHAINS),
-            "later_KRE": (DEPTHS - 1, CHAINS, E),
-            "logits_KRV": (DEPTHS, CHAINS, len(tensors["draft_ids_K"])),
-            "mixed_KRHD": (DEPTHS, CHAINS, heads, dim),
-            "tokens_KR": (DEPTHS, CHAINS),
-        }
-        whole = ("rows_T", "ids_T", "later_ids_KR", "tokens_KR")
-        wrong = []
-        for name, shape in want.items():
-            found, kind = getattr(self, name), torch.int64 if name in whole else torch.float32
-            if tuple(found.shape) != shape or found.dtype != kind:
-                wrong.append(
-                    f"{GOLDEN}: {name} is {found.dtype} {tuple(found.shape)}; allowed: {kind} {shape}"
-                )
-            elif name in whole and not bool(((found >= 0) & ((found < V) | (name == "rows_T"))).all()):
-                wrong.append(
-                    f"{GOLDEN}: {name} holds {int(found.min())} to {int(found.max())}, which are no ids"
-                )
-        return wrong
-
     def replay(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
-        """What a module makes of the inputs now that it did not then; nothing where all is alike.
+        """Compute the outputs again, and return a message for each difference.
 
         Args:
-            tensors: the module's state, as it was read from the folder.
-            config: as it was read from the folder.
-            info: the target, as far as it is known.
+            tensors: the module's state, as read from the folder.
+            config: hyperparameters, as read from the folder.
+            info: the target, as far as known from the folder.
+
+        Raises:
+            RuntimeError: tensors have other shapes or dtypes than the recorded ones.
         """
         made = _ask(tensors, config, info, self.states_TN, (self.first_TE, self.later_KRE), self.rows_T)
         wrong = []
@@ -146,8 +114,8 @@ class Proposals:
             ("the attention gathers", made.mixed_KRHD.flatten(2), self.mixed_KRHD.flatten(2)),
             ("logits are", made.logits_KRV, self.logits_KRV),
         )
-        for what, got, want in pairs:
-            far = distance(got, want)
+        for what, got, expected in pairs:
+            far = distance(got, expected)
             if not far <= LIMIT:
                 wrong.append(f"{what} something else at a relative distance of {far:.2g} (allowed {LIMIT:g})")
         found_KR = tensors["draft_ids_K"].cpu()[made.logits_KRV.argmax(-1)]
@@ -158,7 +126,7 @@ class Proposals:
 
 
 def golden_rows(config: Config, info: TargetInfo) -> Tensor:
-    """Positions of the golden prompt's rows: its beginning, both sides of each window's edge, its end."""
+    """Return the positions of the golden prompt's tokens: start, both sides of each window's edge, end."""
     last = min(max(FAR, 2 * config.window), info.max_positions - DEPTHS) - 1
     first_chain = last - CHAINS + 1
     edge = first_chain - config.window if config.window else first_chain // 2
@@ -170,15 +138,15 @@ def golden_rows(config: Config, info: TargetInfo) -> Tensor:
     return torch.tensor(sorted({place for place in places if 0 <= place <= last}))
 
 
-def distance(got: Tensor, want: Tensor) -> float:
-    """The largest distance of two rows, relative to the recorded one without its mean; NaN is infinite."""
-    want_c, got_c = ((part - part.mean(-1, keepdim=True)).double() for part in (want, got))
-    far = (got_c - want_c).norm(dim=-1) / want_c.norm(dim=-1).clamp_min(1e-9)
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Return the largest distance between rows, relative to the centred recorded row; NaN is infinite."""
+    expected_c, got_c = ((part - part.mean(-1, keepdim=True)).double() for part in (expected, got))
+    far = (got_c - expected_c).norm(dim=-1) / expected_c.norm(dim=-1).clamp_min(1e-9)
     return float(torch.nan_to_num(far, nan=torch.inf).max())
 
 
 def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> Eagle3Draft:
-    """The module in fp32 on the CPU."""
+    """Build the module in fp32 on the CPU."""
     with torch.device("meta"):
         module = Eagle3Draft(config, info)
     module = module.to_empty(device="cpu")
@@ -187,7 +155,7 @@ def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) ->
 
 
 def rotary_of(config: Config, info: TargetInfo) -> Rotary:
-    """The draft's rotary embedding: its own, or the target's."""
+    """Return the draft's rotary embedding: its own, or the target's."""
     return Rotary(
         config.rope or info.rope,
         head_dim=config.head_dim or info.head_dim,
@@ -204,9 +172,7 @@ def _ask(
     embeds: tuple[Tensor, Tensor],
     rows_T: Tensor,
 ) -> Chains:
-    before: Any = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with exact_products():
         module = draft_of(tensors, config, info)
         feature_TE = module.feature(states_TN.chunk(len(module.layers), dim=-1))
         return recursion(
@@ -218,5 +184,3 @@ def _ask(
             back_K=rows_back(config, DEPTHS),
             sinks=config.sinks,
         )
-    finally:
-        torch.set_float32_matmul_precision(before)

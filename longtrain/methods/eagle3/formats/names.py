@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError
+from longtrain.errors import ArtifactError, first_line
 from longtrain.files import need_regular, read_json
 from longtrain.methods.eagle3.config import FORMATS
 from longtrain.pickled import read_pickled_tensors
@@ -25,9 +25,9 @@ CONFIG, MODEL, INDEX, PICKLED = (
     "pytorch_model.bin",
 )
 PREFIX = {SPECULATORS: "layers.0.", FLAT: "midlayer."}
-"""What stands before the layer's tensors."""
+"""The prefix of the layer's tensors."""
 LAYER = ("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")
-"""Modules of the draft that a folder counts to its layer."""
+"""Modules of the draft whose tensors have the layer's prefix in a folder."""
 IDS = "draft_ids_K"
 EMBEDDINGS = "embed_tokens.weight"
 OFFSETS, MASK = "d2t", "t2d"
@@ -43,12 +43,12 @@ SPECULATORS_CLASS = "Eagle3DraftModel"
 
 
 def outside(name: str, form: str) -> str:
-    """A module's tensor as a folder names it."""
+    """Return a folder's name for a module's tensor."""
     return PREFIX[form] + name if name.partition(".")[0] in LAYER else name
 
 
 def inside(name: str) -> str:
-    """A folder's tensor as the module names it; ModelOpt's flat folders have the prefix `layers.0.` too."""
+    """Return the module's name for a folder's tensor; ModelOpt's flat folders have the prefix `layers.0.`."""
     name = name.removeprefix("model.")
     for old, new in OLD_NORMS.items():
         name = name.replace(old, new)
@@ -59,7 +59,7 @@ def inside(name: str) -> str:
 
 
 def format_of(folder: Path) -> str | None:
-    """The format of a folder, by its `config.json`; None: it holds no EAGLE-3 draft."""
+    """Return the format of a folder, by its `config.json`; None if it holds no EAGLE-3 draft."""
     path = folder / CONFIG
     if not path.is_file():
         return None
@@ -72,10 +72,10 @@ def format_of(folder: Path) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`.
+    """Read the folder's `config.json`.
 
     Raises:
-        ArtifactError: it cannot be read, or is no mapping.
+        ArtifactError: it cannot be read, or is not a mapping.
     """
     path = folder / CONFIG
     try:
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The files that hold a folder's tensors: safetensors (an index names its parts), or the old pickle.
+    """Return the weight files of a folder: safetensors (one, or those of an index), or an old pickle.
 
     Raises:
         ArtifactError: there are none.
@@ -107,7 +107,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder under its own names; a pickle is read without running what it may hold.
+    """Read all tensors of a folder under its own names; a pickle is read without executing code.
 
     Raises:
         ArtifactError: a file is missing or damaged, or holds something else.
@@ -124,22 +124,23 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             else:
                 found |= read_pickled_tensors(path)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ArtifactError(f"{path} is missing or damaged: {first}; copy or export it again") from None
+            raise ArtifactError(
+                f"{path} is missing or damaged: {first_line(error)}; copy or export it again"
+            ) from None
     return found
 
 
 def vocabulary(tensors: Mapping[str, Tensor], *, size: int, whole: int, where: Path) -> Tensor:
-    """The target's token of each of the draft's tokens, [K] int64, from a folder's map.
+    """Return the target token of each draft token, [K] int64, from a folder's vocabulary map.
 
     Args:
-        tensors: of the folder, under its own names.
-        size: the draft's vocabulary, K.
-        whole: the target's, V.
+        tensors: the folder's tensors, under its own names.
+        size: size of the draft's vocabulary, K.
+        whole: size of the target's vocabulary, V.
         where: the folder, for messages.
 
     Raises:
-        ArtifactError: the map is missing, or is none.
+        ArtifactError: the map is missing or invalid.
     """
     offsets_K = tensors.get(OFFSETS)
     if offsets_K is None:
@@ -159,8 +160,7 @@ def vocabulary(tensors: Mapping[str, Tensor], *, size: int, whole: int, where: P
         raise ArtifactError(
             f"{where}: {OFFSETS} is no map of offsets: it gives tokens {int(ids_K.min())} to "
             f"{int(ids_K.max())}, {'ascending' if ascending else 'not in ascending order'}; allowed: "
-            "different "
-            f"ones from 0 to {whole - 1}, ascending (each entry is the token minus its place)"
+            f"different ones from 0 to {whole - 1}, ascending (each entry is the token minus its place)"
         )
     mask_V = tensors.get(MASK)
     if mask_V is not None:

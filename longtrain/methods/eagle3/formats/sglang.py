@@ -1,6 +1,6 @@
-"""What SGLang's loader would do with a flat folder: which tensors it drops, and which of its own stay unset.
+"""Predicts which tensors of a flat folder SGLang's loader would drop, and which it would leave unset.
 
-SGLang has no CPU wheel, so its loader is not run: these are its rules.
+SGLang has no CPU wheel, so its loader cannot be run in tests; this module reimplements its rules.
 
 Source: `LlamaForCausalLMEagle3` and its `load_weights`, SGLang 0.5.23 (`sglang/srt/models/llama_eagle3.py`).
 """
@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from longtrain.methods.eagle3.formats.names import MASK, OFFSETS
+from longtrain.methods.eagle3.formats.names import MASK, OFFSETS, OLD_NORMS
 
-RENAMED = {
-    "midlayer": "layers.0",
-    "aux_norm_low": "fc_norm.0",
-    "aux_norm_mid": "fc_norm.1",
-    "aux_norm_high": "fc_norm.2",
-}
+RENAMED = {"midlayer": "layers.0", **OLD_NORMS}
 STACKED = {
     ".q_proj": ".qkv_proj",
     ".k_proj": ".qkv_proj",
@@ -28,11 +23,11 @@ STACKED = {
 
 
 def sglang_problems(config: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """What SGLang would do differently from what a flat folder says; nothing where it serves it as it is.
+    """Return the differences between a flat folder and what SGLang would run; empty if there are none.
 
     Args:
         config: the folder's `config.json`.
-        names: of its tensors.
+        names: names of its tensors.
     """
     parameters, wrong = _parameters(config), []
     loaded: set[str] = set()
@@ -71,7 +66,7 @@ def sglang_problems(config: dict[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def _parameters(config: dict[str, Any]) -> set[str]:
-    """Names of the parameters that SGLang's module has (`embed_tokens` comes from the target)."""
+    """Return the parameter names of SGLang's module (`embed_tokens` comes from the target)."""
     layer = "model.layers.0."
     names = {"lm_head.weight", "model.fc.weight", "model.norm.weight"}
     names |= {

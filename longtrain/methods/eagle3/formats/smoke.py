@@ -1,8 +1,8 @@
-"""A draft tried on a text with its target: does it agree, and would another reading of its folder do better?
+"""Tests a draft on a text with its target: measures agreement, also with other interpretations of its config.
 
-The target runs once over a few hundred tokens; the draft's recursion does the rest, so no engine is needed.
+The target runs once over a few hundred tokens and the draft recursively, so no engine is needed.
 
-Shapes: T rows, R chains, E hidden dim, V the target's vocabulary, K the draft's.
+Shapes: T tokens, R chains, E hidden dim, V the target's vocabulary, K the draft's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longtrain.assets import asset_dir
 from longtrain.methods.eagle3.config import Config, layers_of
 from longtrain.methods.eagle3.formats.golden import draft_of, rotary_of
 from longtrain.methods.eagle3.recursion import recursion, rows_back
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Imported
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 TOKENS, CHAINS, DEPTHS = 400, 256, 2
 CLEARLY, SIGMAS = 0.02, 4.0
-"""Another reading is better where it foretells more tokens by this share, and by so many standard errors."""
+"""An interpretation is better if it predicts more tokens by this share and by so many standard errors."""
 
 
 @torch.no_grad()
 def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
-    """How well the draft foretells its target on a text, as its folder says and read otherwise.
+    """Measure how well the draft predicts its target on a text, with its config and with variants of it.
 
     Args:
-        found: the draft, as it was read.
+        found: the draft, as read from its folder.
         target: the frozen target.
 
     Returns:
-        A line on what was measured, and a line on each thing that is wrong.
+        Lines on what was measured, and lines on what is wrong.
     """
     config = Config(**found.config)
     layers = layers_of(config, target.info.n_layers)
@@ -46,40 +46,39 @@ def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
     near = {layer + shift for layer in layers for shift in (-1, 0, 1)}
     wanted = tuple(sorted(layer for layer in near if 0 <= layer < target.info.n_layers))
     pos_T = torch.arange(len(ids_T), device=target.device)
-    step = target.packed(ids_T, pos_T, (0, len(ids_T)), Want("none", hidden=(*wanted, -1)))
+    step = target.packed(ids_T, pos_T, (0, len(ids_T)), OutputRequest("none", hidden=(*wanted, -1)))
     states = {layer: part.cpu().float() for layer, part in step.hidden.items() if layer != -1}
-    law_TV = target.head(step.hidden[-1]).float().softmax(-1).cpu()
+    probs_TV = target.head(step.hidden[-1]).float().softmax(-1).cpu()
     embed_TE = target.embed(ids_T).cpu().float()
     shares = {
-        what: _shares(found, target, reading, states, embed_TE, law_TV)
+        what: _shares(found, target, reading, states, embed_TE, probs_TV)
         for what, reading in _readings(config, target.info.n_layers).items()
     }
     asis_KR, hits_KR, common = shares.pop("as it is")
     agree = [float(part) for part in hits_KR.double().mean(-1)]
     lines = [
-        "on a text: foretells the target's likeliest token in "
+        "on a text: predicts the target's likeliest token in "
         + ", ".join(f"{share:.1%} at step {depth + 1}" for depth, share in enumerate(agree))
         + f"; accepted share {float(asis_KR.mean()):.3f}"
     ]
     wrong = []
     if agree[0] <= common:
         wrong.append(
-            f"the draft foretells {agree[0]:.1%} of the target's tokens; always drafting the commonest "
-            "one gives "
-            f"{common:.1%}"
+            f"the draft predicts {agree[0]:.1%} of the target's tokens; always drafting the commonest "
+            f"one gives {common:.1%}"
         )
     for what, (_, other_KR, _) in shares.items():
         gain = (other_KR.double() - hits_KR.double()).mean(0)
         if float(gain.mean()) > max(CLEARLY, SIGMAS * float(gain.std()) / len(gain) ** 0.5):
             wrong.append(
-                f"read with {what} the draft foretells {float(other_KR.double().mean()):.1%} instead of "
+                f"read with {what} the draft predicts {float(other_KR.double().mean()):.1%} instead of "
                 f"{float(hits_KR.double().mean()):.1%}: the folder does not say what was trained"
             )
     return lines, wrong
 
 
 def _readings(config: Config, n_layers: int) -> dict[str, Config]:
-    """The configuration as it is, and with what folders often say wrongly."""
+    """Return the configuration, and variants of the keys that folders often state wrongly."""
     found = {"as it is": config}
     layers = config.layers or []
     for shift, what in ((-1, "layer ids one lower"), (1, "layer ids one higher")):
@@ -98,9 +97,9 @@ def _shares(
     config: Config,
     states: dict[int, Tensor],
     embed_TE: Tensor,
-    law_TV: Tensor,
+    probs_TV: Tensor,
 ) -> tuple[Tensor, Tensor, float]:
-    """Accepted share and hits of every step [DEPTHS, R], and the share of the target's commonest token."""
+    """Return accepted share and hits per step [DEPTHS, R], and the share of the most common target token."""
     module = draft_of(found.tensors, config, target.info)
     n_rows = len(embed_TE) - DEPTHS - 1
     feature_TE = module.feature([states[layer][:n_rows] for layer in module.layers])
@@ -117,17 +116,17 @@ def _shares(
     )
     shares, hits = [], []
     for depth in range(DEPTHS):
-        law_RV = law_TV[start + 1 + depth : n_rows + 1 + depth]
+        probs_RV = probs_TV[start + 1 + depth : n_rows + 1 + depth]
         q_RK = made.logits_KRV[depth].softmax(-1)
-        shares.append(torch.minimum(q_RK, law_RV[:, module.draft_ids_K]).sum(-1))
-        hits.append(module.draft_ids_K[q_RK.argmax(-1)] == law_RV.argmax(-1))
-    best_R = law_TV[start + 1 : n_rows + 1].argmax(-1)
+        shares.append(torch.minimum(q_RK, probs_RV[:, module.draft_ids_K]).sum(-1))
+        hits.append(module.draft_ids_K[q_RK.argmax(-1)] == probs_RV.argmax(-1))
+    best_R = probs_TV[start + 1 : n_rows + 1].argmax(-1)
     common = float(best_R.bincount().max()) / len(best_R)
     return torch.stack(shares), torch.stack(hits), common
 
 
 def _text(target: Target) -> Tensor:
-    """Tokens of a held-out text that comes with the package; random ones where there is no tokenizer."""
+    """Return tokens of a bundled held-out text; random ones if the target has no tokenizer."""
     if target.tokenizer is None:
         gen = torch.Generator().manual_seed(0)
         return torch.randint(target.info.vocab_size, (TOKENS,), generator=gen).to(target.device)

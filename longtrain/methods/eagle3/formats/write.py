@@ -1,4 +1,4 @@
-"""A draft as a folder of either format: tensors and `config.json`, and what an engine would drop silently.
+"""Writes a draft as a folder of either format, and refuses settings that engines would silently ignore.
 
 Source: the loaders of speculators 0.9.0, vLLM 0.32 and 0.33 and SGLang 0.5.23, read and (but for SGLang) run.
 
@@ -36,7 +36,7 @@ TRAINER = "longtrain"
 
 
 def check_heads(config: Config, info: TargetInfo) -> None:
-    """Refuse query heads that no engine loads: transformers' config, which they read, wants a divisor.
+    """Refuse query heads that do not divide the hidden size, as transformers' config in engines requires.
 
     Raises:
         ConfigError: the heads do not divide the hidden size.
@@ -50,15 +50,15 @@ def check_heads(config: Config, info: TargetInfo) -> None:
 
 
 def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
-    """Refuse what the engines that read a format would leave out without a word.
+    """Refuse settings that engines reading a format would silently ignore.
 
     Args:
         form: the format.
         config: hyperparameters.
-        info: the target; None: what depends on its number of layers is not checked.
+        info: the target; None: skip checks that depend on its number of layers.
 
     Raises:
-        ConfigError: the format cannot say what the draft does.
+        ConfigError: the format cannot express the draft's settings.
     """
     if config.sinks:
         raise ConfigError(
@@ -93,14 +93,14 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
 def folder_tensors(
     tensors: Mapping[str, Tensor], config: Config, *, form: str, vocab_size: int, embed_VE: Tensor | None
 ) -> dict[str, Tensor]:
-    """A module's tensors under a format's names.
+    """Return a module's tensors under a format's names.
 
     Args:
         tensors: the module's state, by name.
         config: hyperparameters.
         form: the format.
         vocab_size: V.
-        embed_VE: the embeddings that a speculators folder holds; its class has no other way to them.
+        embed_VE: the embeddings, which a speculators folder must contain.
     """
     found = {outside(name, form): tensor for name, tensor in tensors.items() if name != IDS}
     ids_K = tensors[IDS].long()
@@ -110,7 +110,7 @@ def folder_tensors(
         found |= {OFFSETS: ids_K - torch.arange(len(ids_K)), MASK: mask_V}
     if form == SPECULATORS and embed_VE is not None:
         found["embed_tokens.weight"] = embed_VE.to(tensors["fc.weight"].dtype)
-    if form == SPECULATORS and config.attention_bias:  # these loaders give o_proj a bias too
+    if form == SPECULATORS and config.attention_bias:  # these loaders expect a bias on o_proj too
         name = outside("self_attn.o_proj.weight", form)
         found[name.replace("weight", "bias")] = torch.zeros_like(found[name][:, 0])
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
@@ -119,15 +119,15 @@ def folder_tensors(
 def folder_config(
     config: Config, info: TargetInfo, *, form: str, dtype: str, trained_tokens: int | None, drafted: int
 ) -> Json:
-    """A format's `config.json`.
+    """Return a format's `config.json`.
 
     Args:
         config: hyperparameters.
         info: the target.
         form: the format.
-        dtype: of the tensors, e.g. `bfloat16`.
-        trained_tokens: the longest document of training; None: not known.
-        drafted: tokens of a chain that a server drafts unless it is told otherwise.
+        dtype: dtype of the tensors, e.g. `bfloat16`.
+        trained_tokens: tokens of the longest training document; None: unknown.
+        drafted: default length of a server's drafted chain.
     """
     inputs = [layer + 1 for layer in layers_of(config, info.n_layers)]
     norms = {key: getattr(config, key) for key in ("norm_before_fc", "fc_norm", "norm_output")}
@@ -178,7 +178,7 @@ def folder_config(
 
 
 def _layer_config(config: Config, info: TargetInfo, *, positions: int, inputs: list[int]) -> Json:
-    """The keys of transformers that describe the layer; both spellings of RoPE and of the layers' ids."""
+    """Return transformers' keys that describe the layer, with both spellings of RoPE and of the layer ids."""
     rope = dict(config.rope or info.rope)
     kind = rope.get("rope_type", "default")
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -219,7 +219,7 @@ def _layer_config(config: Config, info: TargetInfo, *, positions: int, inputs: l
 
 
 def _architecture(family: str) -> str:
-    """The class of a supported family's language model."""
+    """Return the class name of a supported family's language model."""
     return {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[
         family
     ] + "ForCausalLM"

@@ -14,39 +14,39 @@ MISSING = object()
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 OF_THE_LAYER = [
-    ("eagle_config", "x", "a mapping of keys"),
-    ("rope_parameters", ["x"], "a mapping of keys"),
-    ("rope_scaling", "linear", "a mapping of keys"),
-    ("num_hidden_layers", "1", "whole numbers from 1"),
-    ("sliding_window", "9", "whole numbers from 0"),
-    ("max_position_embeddings", "128", "whole numbers from 1"),
-    ("max_position_embeddings", -1, "whole numbers from 1"),
-    ("rope_theta", "1e4", "a number above 0"),
-    ("rope_theta", 0, "a number above 0"),
-    ("rms_norm_eps", None, "a number above 0"),
-    ("hidden_size", -48, "whole numbers from 1"),
-    ("hidden_size", True, "whole numbers from 1"),
-    ("hidden_size", MISSING, "whole numbers from 1"),
-    ("layer_types", 5, "a list of strings"),
+    ("eagle_config", "x", "a mapping"),
+    ("rope_parameters", ["x"], "a mapping"),
+    ("rope_scaling", "linear", "a mapping"),
+    ("num_hidden_layers", "1", "a whole number, 1 or more"),
+    ("sliding_window", "9", "a whole number, 0 or more"),
+    ("max_position_embeddings", "128", "a whole number, 1 or more"),
+    ("max_position_embeddings", -1, "a whole number, 1 or more"),
+    ("rope_theta", "1e4", "a number, above 0"),
+    ("rope_theta", 0, "a number, above 0"),
+    ("rms_norm_eps", None, "a number, above 0"),
+    ("hidden_size", -48, "a whole number, 1 or more"),
+    ("hidden_size", True, "a whole number, 1 or more"),
+    ("hidden_size", MISSING, "a whole number, 1 or more"),
+    ("layer_types", 5, "a list, each text"),
     ("attention_bias", "false", "true or false"),
     ("mlp_bias", "false", "true or false"),
 ]
 OF_THE_FOLDER = [
-    ("draft_vocab_size", "40", "whole numbers from 1"),
-    ("architectures", 5, "a list of strings"),
+    ("draft_vocab_size", "40", "a whole number, 1 or more"),
+    ("architectures", 5, "a list, each text"),
     ("norm_output", "false", "true or false"),
     ("norm_before_residual", "false", "true or false"),
-    ("trained_by", ["eagle"], "a string"),
+    ("trained_by", ["eagle"], "text"),
     ("trained_by", "unsloth", "longtrain, speculators"),
-    (IDS, "2", "a list of whole numbers from 1"),
-    (IDS, 2, "a list of whole numbers from 1"),
-    (IDS, [0, 3, 5], "whole numbers from 1"),
-    (IDS, ["2", 3, 5], "whole numbers from 1"),
+    (IDS, "2", "a list, each a whole number, 1 or more"),
+    (IDS, 2, "a list, each a whole number, 1 or more"),
+    (IDS, [0, 3, 5], "a list, each a whole number, 1 or more"),
+    (IDS, ["2", 3, 5], "a list, each a whole number, 1 or more"),
 ]
 OF_SPECULATORS = [
-    ("transformer_layer_config", MISSING, "a mapping of keys"),
-    ("transformer_layer_config", [], "a mapping of keys"),
-    ("speculators_config", "x", "a mapping of keys"),
+    ("transformer_layer_config", MISSING, "a mapping"),
+    ("transformer_layer_config", [], "a mapping"),
+    ("speculators_config", "x", "a mapping"),
 ]
 
 
@@ -74,7 +74,7 @@ def test_a_value_of_the_wrong_kind(export, form):
     faults = [(config, OF_THE_FOLDER), (layer, OF_THE_LAYER)]
     if form == "speculators":
         faults.append((config, OF_SPECULATORS))
-        faults.append((config["speculators_config"], [("verifier", "name", "a mapping of keys")]))
+        faults.append((config["speculators_config"], [("verifier", "name", "a mapping")]))
     for mapping, of_it in faults:
         for line, said in refusals(folder.path, config, mapping, of_it):
             assert line.startswith(f"{folder.path / 'config.json'}: ") and said in line and "\n" not in line

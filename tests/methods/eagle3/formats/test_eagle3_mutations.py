@@ -116,7 +116,7 @@ def test_a_fault_is_found_though_checksums_and_keys_were_made_to_fit(export, for
     change, said = MUTATIONS[name]
     change(folder, form)
     with pytest.raises(
-        ArtifactError, match=r"sha256 differs|missing|lacks|has no|no map|differ by one|unexpected"
+        ArtifactError, match=r"sha256 differs|exported|missing|lacks|has no|no map|differ by one|unexpected"
     ):
         FORMATS.verify(folder.path, None, None)
     folder.reseal(keys=True)
@@ -200,15 +200,11 @@ def test_embeddings_that_are_missing_or_of_another_shape(export, target, what):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("states_TN", lambda t: t[:-1], "states_TN is torch.float32"),
-        (
-            "logits_KRV",
-            lambda t: t[..., :-1],
-            "logits_KRV is torch.float32 .4, 4, 39.; allowed: .* .4, 4, 40.",
-        ),
-        ("mixed_KRHD", lambda t: t[:, :, 0], "mixed_KRHD is"),
-        ("tokens_KR", lambda t: t.float(), "tokens_KR is torch.float32"),
-        ("ids_T", lambda t: t + 97, "ids_T holds"),
+        ("states_TN", lambda t: t[:-1], "cannot be replayed"),
+        ("logits_KRV", lambda t: t[..., :-1], "cannot be replayed"),
+        ("mixed_KRHD", lambda t: t[:, :, 0], "cannot be replayed"),
+        ("tokens_KR", lambda t: t.float() + 1, "0 of 16 drafted tokens"),
+        ("ids_T", lambda t: t + 97, "cannot be replayed"),
         ("rows_T", None, "lacks rows_T"),
     ],
 )
@@ -219,8 +215,9 @@ def test_damaged_golden_tensors(export, name, change, said):
     part = golden.pop(name)
     save_file(golden if change is None else {**golden, name: change(part).contiguous()}, path)
     folder.reseal()
-    with pytest.raises(ArtifactError, match=f"golden.safetensors:? {said}"):
+    with pytest.raises(ArtifactError, match=said) as error:
         FORMATS.verify(folder.path, None, None)
+    assert "\n" not in str(error.value)
 
 
 def test_a_record_without_checksums_is_not_trusted(export):

@@ -15,7 +15,7 @@ from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.formats.golden import rotary_of
 from longtrain.methods.eagle3.formats.smoke import DEPTHS, _text
 from longtrain.methods.eagle3.recursion import recursion
-from longtrain.targets.step import Want
+from longtrain.targets.step import OutputRequest
 
 
 def learn(module, config, target):
@@ -23,7 +23,7 @@ def learn(module, config, target):
     ids = _text(target)
     places = torch.arange(len(ids))
     with torch.no_grad():
-        step = target.packed(ids, places, (0, len(ids)), Want("none", hidden=(*module.layers, -1)))
+        step = target.packed(ids, places, (0, len(ids)), OutputRequest("none", hidden=(*module.layers, -1)))
         best, embed = target.head(step.hidden[-1]).argmax(-1), target.embed(ids)
     rows, optim = len(ids) - DEPTHS - 1, torch.optim.Adam(module.parameters(), lr=5e-3)
     for _ in range(60):
@@ -54,7 +54,7 @@ def test_what_was_trained_passes_and_other_readings_are_named(learned, target, t
         tmp_path / "good", FORMATS.write("flat", module.state_dict(), config, target, {"step": 60}, "good")
     )
     said = FORMATS.verify(tmp_path / "good", target, None)
-    assert any(line.startswith("on a text: foretells the target's likeliest token in") for line in said)
+    assert any(line.startswith("on a text: predicts the target's likeliest token in") for line in said)
 
     config = json.loads((tmp_path / "good" / "config.json").read_text())
     del config["trained_by"]
@@ -66,5 +66,5 @@ def test_what_was_trained_passes_and_other_readings_are_named(learned, target, t
         path = tmp_path / reading.partition("=")[0].replace(" ", "_")
         files = {"model.safetensors": (tmp_path / "good" / "model.safetensors").read_bytes()}
         write_files(path, files | {"config.json": json.dumps(config | keys).encode()})
-        with pytest.raises(ArtifactError, match=f"read with {reading} the draft foretells"):
+        with pytest.raises(ArtifactError, match=f"read with {reading} the draft predicts"):
             FORMATS.verify(path, target, None)

@@ -1,1 +1,0 @@
-"""Prepared data on disk, and the packed rows that training reads from it."""

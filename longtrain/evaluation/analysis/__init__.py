@@ -1,0 +1,3 @@
+"""Computes results from records: numbers of each record, confidence intervals, metrics of systems,
+comparisons.
+"""

@@ -1,1 +1,0 @@
-"""From records to numbers: intervals, the figures of every system, comparisons, and excerpts of examples."""

@@ -1,0 +1,88 @@
+"""The shape of a target that is not loaded: from its config.json, else from `target.shape`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain.costs.model import Sizes
+from longtrain.errors import ConfigError
+from longtrain.files import read_json
+from longtrain.settings import Count, read
+from longtrain.targets.at_hand import folder_of
+from longtrain.targets.info import TargetInfo
+
+if TYPE_CHECKING:
+    from longtrain.config import TargetConfig
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A target's sizes, as given by `target.shape`."""
+
+    n_layers: Count
+    n_heads: Count
+    n_kv_heads: Count
+    head_dim: Count
+    hidden_size: Count
+    intermediate_size: Count
+    vocab_size: Count
+    max_positions: Count
+    tied: bool = False
+
+
+def target_shape(target: TargetConfig) -> tuple[TargetInfo, bool]:
+    """The target's shape, and True if its LM head shares the embedding's weights.
+
+    Raises:
+        ConfigError: there is neither a config.json nor `target.shape`.
+    """
+    where = str(target.path or "")
+    if (file := config_file(where)) is not None:
+        raw = read_json(file)
+        shape = {
+            **asdict(Sizes.of_keys(raw)),
+            "max_positions": target.max_positions or raw["max_position_embeddings"],
+            "tied": raw.get("tie_word_embeddings", False),
+        }
+    elif target.shape is not None:
+        shape = _shape_of(target.shape)
+    else:
+        raise ConfigError(
+            f"cannot know the shape of target.path={where or 'null'}: no config.json there and no "
+            "target.shape; pass +recipe=NAME, target=NAME, target.path=FOLDER or target.shape=llama31_8b, say"
+        )
+    tied = bool(shape.pop("tied", False))
+    shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
+    return TargetInfo(name=where, **shape), tied
+
+
+def config_file(where: str) -> Path | None:
+    """The path of a target's `config.json` on this machine, or None."""
+    try:
+        file = folder_of(where, fetch=False) / "config.json" if where else None
+    except ConfigError:
+        return None
+    return file if file is not None and file.is_file() else None
+
+
+def _shape_of(shape: Any) -> dict[str, Any]:
+    """`target.shape` as a mapping of sizes; the name of a published shape is replaced by its sizes.
+
+    Raises:
+        ConfigError: there is no such name, or a size is missing or invalid.
+    """
+    from longtrain.targets.shapes import SHAPES
+
+    if isinstance(shape, Mapping):
+        return vars(read(_Shape, shape, "target.shape"))
+    if shape not in SHAPES:
+        sizes = ", ".join(one.name for one in fields(_Shape))
+        raise ConfigError(
+            f"target.shape={shape}; allowed: one of {', '.join(SHAPES)}, or a mapping with {sizes}"
+        )
+    keys = SHAPES[shape]
+    most, tied = keys["max_position_embeddings"], keys["tie_word_embeddings"]
+    return {**asdict(Sizes.of_keys(keys)), "max_positions": most, "tied": tied}

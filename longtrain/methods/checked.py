@@ -1,0 +1,89 @@
+"""Checks that methods share: a missing target, a module of another kind or size, unknown inference keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from longtrain.decoding.evict import Budget
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.spec import fitted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.model import Target
+
+M = TypeVar("M", bound="nn.Module")
+
+
+def built_for_target(kind: Callable[[Any, TargetInfo], M]) -> Callable[[Any, TargetInfo | None], M]:
+    """Return a `MethodSpec.build` that builds a module of this class, and refuses a missing target."""
+
+    def build(config: Any, info: TargetInfo | None) -> M:
+        if info is None:
+            raise TargetMismatchError(f"{kind.__name__} is built for a target; pass target.path")
+        return kind(config, info)
+
+    return build
+
+
+def trained(kind: type[M], module: nn.Module, target: Target | None) -> tuple[M, Target]:
+    """Check and return the module and the target of an objective.
+
+    Raises:
+        TargetMismatchError: the module is not of this class, or there is no target.
+    """
+    if target is None:
+        raise TargetMismatchError(f"{kind.__name__} is trained against a target; pass target.path")
+    return _of_kind(kind, module), target
+
+
+def running(kind: type[M], module: nn.Module, target: Target) -> M:
+    """Check the module's class and fit it to the target, for an engine; raises TargetMismatchError."""
+    return fitted(_of_kind(kind, module), target)
+
+
+def check_sizes(what: str, own: tuple[int, ...], needed: tuple[int, ...], info: TargetInfo) -> None:
+    """Refuse a module that was built for a target of other sizes; `what` describes it and its sizes.
+
+    Raises:
+        TargetMismatchError: the sizes differ.
+    """
+    if own != needed:
+        raise TargetMismatchError(f"{what} = {own}; target {info.name} asks for {needed}")
+
+
+def given_keys(method: str, keys: Mapping[str, Any], known: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the inference keys that have a value, and refuse keys that are not in `known`.
+
+    Raises:
+        ConfigError: an unknown key has a value.
+    """
+    given = {key: value for key, value in keys.items() if value is not None}
+    if unknown := sorted(set(given) - {*known}):
+        takes = f"has no inference key '{unknown[0]}'; known: {', '.join(known)}"
+        raise ConfigError(f"{method} {takes if known else f'takes no inference keys; got: {unknown[0]}'}")
+    return given
+
+
+def eviction_budget(method: str, given: Mapping[str, Any]) -> Budget:
+    """Return an evictor's budget from its inference keys.
+
+    Raises:
+        ConfigError: no budget is given, or it is not allowed.
+    """
+    tokens, ratio = given.get("budget_tokens"), given.get("budget_ratio")
+    if tokens is None and ratio is None:
+        raise ConfigError(
+            f"{method} evicts to a budget and was given none; pass evict.budget_tokens=128 or "
+            "evict.budget_ratio=0.1 (in Python: attach(target, budget_tokens=128))"
+        )
+    return Budget(tokens, ratio)
+
+
+def _of_kind(kind: type[M], module: nn.Module) -> M:
+    if not isinstance(module, kind):
+        raise TargetMismatchError(f"the method's module is {kind.__name__}, not {type(module).__name__}")
+    return module
