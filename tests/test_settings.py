@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from longtrain.data.config import PackingStage
-from longtrain.errors import RENAMED, ConfigError, now_called, with_new_names
+from longtrain.errors import RENAMED, ConfigError, Faults, now_called, with_new_names
 from longtrain.settings import (
     Count,
     Counts,
@@ -60,6 +60,15 @@ def test_names_that_lead_elsewhere_or_are_no_folders_are_refused(name):
 @pytest.mark.parametrize("name", ["x", "sweep/lr-1e-3", "longspec_llama8b.v2", "日本", "a..b", "x" * 200, 7])
 def test_names_of_folders_below_another_are_taken(name):
     assert convert(name, Name, "name") == str(name)
+
+
+def test_all_wrong_values_of_a_group_are_told_together():
+    with pytest.raises(Faults) as found:
+        read(Probe, {"lengths": [64], "share": 2.0, "mode": "slow"}, "probe")
+    assert [str(error).partition(";")[0] for error in found.value.faults] == [
+        "probe.share=2.0",
+        "probe.mode=slow",
+    ]
 
 
 def test_a_former_name_is_told_from_an_unknown_one():

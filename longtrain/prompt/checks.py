@@ -161,7 +161,12 @@ def _trained(cfg: RunConfig) -> None:
 
 def _training(cfg: RunConfig) -> None:
     """Check the groups that only training reads."""
-    optim, loop = cfg.optim, cfg.trainer
+    gathered = Gathered()
+    with gathered.one():
+        optim = cfg.optim
+    with gathered.one():
+        loop = cfg.trainer
+    gathered.tell()
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
     device = cfg.target.device
     if device not in (AUTO, loop.accelerator):
