@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
@@ -57,6 +56,10 @@ class Faults(LongtrainError):  # noqa: N818 (several errors in one)
         self.faults = tuple(faults)
 
 
+class ConfigFaults(Faults, ConfigError):  # noqa: N818 (as above)
+    """Several wrong values; a handler of `ConfigError` handles them as it would handle one."""
+
+
 class Gathered:
     """Collects the errors of several checks, so that a user sees all of them at once."""
 
@@ -73,8 +76,9 @@ class Gathered:
         except LongtrainError as error:
             self.faults.append(error)
 
-    def tell(self) -> None:
-        """Raise the collected errors without duplicates: a single one as it is, several as `Faults`.
+    def raise_all(self) -> None:
+        """Raise the collected errors without duplicates: a single one as it is, several as `Faults`, or as
+        `ConfigFaults` if all are configuration errors.
 
         Raises:
             LongtrainError: at least one error was collected.
@@ -83,7 +87,7 @@ class Gathered:
         if len(found) == 1:
             raise found[0]
         if found:
-            raise Faults(found)
+            raise (ConfigFaults if all(isinstance(one, ConfigError) for one in found) else Faults)(found)
 
 
 def refusal(kind: type[LongtrainError], what: str, allowed: str) -> LongtrainError:
@@ -107,38 +111,3 @@ def is_failure(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of a foreign exception's message, or its type's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-RENAMED = {
-    "row_tokens": "sequence_tokens",
-    "val_rows": "val_sequences",
-    "rows_per_step": "sequences_per_step",
-    "law": "children",
-    "recall_rows": "recall_entries",
-    "page_rows": "page_entries",
-}
-"""Former name of a setting -> its name."""
-
-STORED = {**RENAMED, "want": "outputs", "figures": "metrics", "kept_rows": "kept_entries"}
-"""Former name of a key in a file that longtrain wrote -> its name."""
-
-STARTS = "start_"
-"""Settings whose names begin so decide how a training begins and nothing after; what was trained before a
-setting existed lacks it, and is read all the same."""
-
-
-def now_called(key: str) -> str:
-    """For a key's former name `; it is called NEW now`, for any other an empty string."""
-    new = RENAMED.get(key.rpartition(".")[2])
-    return f"; it is called {new} now" if new else ""
-
-
-def with_new_names(values: Any) -> Any:
-    """Return values of a stored file with former names replaced; of a dotted key the last part counts."""
-    if isinstance(values, Mapping):
-        found = {}
-        for key, value in values.items():
-            group, dot, name = str(key).rpartition(".")
-            found[f"{group}{dot}{STORED.get(name, name)}"] = with_new_names(value)
-        return found
-    return [with_new_names(value) for value in values] if isinstance(values, list) else values

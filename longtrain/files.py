@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import LongtrainError, with_new_names
+from longtrain.errors import LongtrainError
+from longtrain.former_names import with_new_names
 from longtrain.log import get_logger
 
 log = get_logger(__name__)

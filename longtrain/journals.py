@@ -81,6 +81,12 @@ class Journal:
         self._stream.close()
 
 
+def journals_in(folder: Path) -> Path:
+    """Return the folder of a run's journals: `journals`, or `ledger` if an earlier version began them."""
+    earlier = folder / "ledger"
+    return earlier if earlier.is_dir() else folder / "journals"
+
+
 def with_checksum(values: Mapping[str, Any]) -> bytes:
     """Return a journal line: JSON values with their checksum as the last key, and a newline."""
     body = json.dumps(values, allow_nan=False).encode()

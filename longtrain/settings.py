@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from longtrain.errors import ConfigError, Gathered, now_called
+from longtrain.errors import ConfigError, Gathered
+from longtrain.former_names import now_called
 
 T = TypeVar("T")
 LONGEST_NAME = 200
@@ -229,7 +230,7 @@ def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterab
     for key, value in given.items():
         with gathered.one():
             converted[key] = convert(value, hints[key], f"{group}.{key}")
-    gathered.tell()
+    gathered.raise_all()
     return kind(**converted)
 
 

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "longtrain"
 
 TIERS = [
-    {"errors", "log", "integrations"},
+    {"errors", "former_names", "log", "integrations"},
     {"settings", "files", "tables", "progress"},
     {"folders", "journals", "pickled"},
     {"plots", "assets", "provenance"},

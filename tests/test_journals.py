@@ -7,7 +7,7 @@ import random
 import pytest
 
 from longtrain.errors import ConfigError, DataError, LongtrainError
-from longtrain.journals import Journal, read_journal
+from longtrain.journals import Journal, journals_in, read_journal
 
 LINES = [{"settings": {"seed": 0}}, {"key": "a", "ids": [1, 20, 300]}, {"key": "b", "ids": []}]
 
@@ -104,3 +104,9 @@ def test_one_process_writes_at_a_time(path):
         Journal(path)
     journal.close()
     Journal(path).close()
+
+
+def test_the_journals_of_an_earlier_version_stay_in_their_folder(tmp_path):
+    assert journals_in(tmp_path) == tmp_path / "journals"
+    (tmp_path / "ledger").mkdir()
+    assert journals_in(tmp_path) == tmp_path / "ledger"

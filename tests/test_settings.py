@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 
 from longtrain.data.config import PackingStage
-from longtrain.errors import RENAMED, ConfigError, Faults, now_called, with_new_names
+from longtrain.errors import ConfigError, ConfigFaults
+from longtrain.former_names import RENAMED, now_called, with_new_names
 from longtrain.settings import (
     Count,
     Counts,
@@ -63,7 +64,7 @@ def test_names_of_folders_below_another_are_taken(name):
 
 
 def test_all_wrong_values_of_a_group_are_told_together():
-    with pytest.raises(Faults) as found:
+    with pytest.raises(ConfigFaults) as found:
         read(Probe, {"lengths": [64], "share": 2.0, "mode": "slow"}, "probe")
     assert [str(error).partition(";")[0] for error in found.value.faults] == [
         "probe.share=2.0",

@@ -44,9 +44,10 @@ from longtrain.artifact.stored import (
     refuse_not_finite,
 )
 from longtrain.assets import MANIFEST, artifact_kind
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line, with_new_names
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import sealed, write_files
 from longtrain.folders import replaced_folder
+from longtrain.former_names import with_new_names
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch

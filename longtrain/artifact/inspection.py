@@ -18,6 +18,7 @@ from longtrain.artifact.golden.checks import Verification
 from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
+from longtrain.journals import journals_in
 from longtrain.provenance import commit_of, typed_command
 from longtrain.settings import from_file
 from longtrain.targets.info import TargetInfo, source_line
@@ -170,7 +171,7 @@ def _another_thing(folder: Path) -> str:
     """Return the kind of a run folder and the command for it; empty if it is not a run folder."""
     if folder.suffix == ".ckpt":
         return "is a checkpoint of a training run; export the run: longtrain export name=NAME"
-    if list(folder.glob("results.json")) or (folder / "ledger").is_dir():
+    if list(folder.glob("results.json")) or journals_in(folder).is_dir():
         return f"holds results of an evaluation, no artifact; see {folder / 'table.md'}"
     if (folder / MANIFEST).is_file():
         return ""

@@ -24,8 +24,9 @@ from longtrain.artifact.golden import KINDS, Golden
 from longtrain.artifact.golden.checks import Verification
 from longtrain.artifact.golden.outputs import FILE as GOLDEN
 from longtrain.assets import LOCAL, MANIFEST
-from longtrain.errors import STARTS, ArtifactError
+from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json, read_sealed, sealed
+from longtrain.former_names import STARTS
 from longtrain.methods.written_folders import changed_files, checksums
 from longtrain.provenance import without_folders
 from longtrain.settings import from_file

@@ -155,8 +155,7 @@ class RunConfig:
     @cached_property
     def target(self) -> TargetConfig:
         """The group `target`: the frozen model."""
-        values = self._group("target")
-        return read(TargetConfig, values, "target", ignore=values)
+        return read(TargetConfig, self._group("target"), "target")
 
     @cached_property
     def method(self) -> MethodChoice | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtrain.decoding.stats import Cycle
-from longtrain.errors import with_new_names
+from longtrain.former_names import with_new_keys
 
 Json = dict[str, Any]
 
@@ -48,8 +48,8 @@ class Turn:
 
     @classmethod
     def from_json(cls, values: Json) -> Turn:
-        """The inverse of `to_json`."""
-        return cls(**{**values, "tokens": tuple(values["tokens"])})
+        """The inverse of `to_json`; keys of earlier versions are read too."""
+        return cls(**{**with_new_keys(values), "tokens": tuple(values["tokens"])})
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,13 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Json) -> Record:
-        """The inverse of `to_json`; keys of earlier versions have their new names."""
-        values = with_new_names(values)
+        """The inverse of `to_json`; keys of earlier versions are read too."""
         turns = tuple(map(Turn.from_json, values["turns"]))
         cycles = values.get("cycles")
         known = None if cycles is None else tuple(tuple(_cycle(c) for c in turn) for turn in cycles)
-        return cls(**{**values, "turns": turns, "cycles": known})
+        measures = values.get("measures")
+        measures = None if measures is None else with_new_keys(measures)
+        return cls(**{**values, "turns": turns, "measures": measures, "cycles": known})
 
 
 @dataclass(frozen=True)

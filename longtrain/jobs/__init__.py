@@ -54,8 +54,7 @@ KEPT = {
     "train": "the last checkpoint, if one was saved yet, is in {run_dir}/train/checkpoints; the same command "
     "goes on from it",
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",
-    "eval": "finished examples are kept in {run_dir}/eval/{suite}/ledger; the same command goes on with the "
-    "others",
+    "eval": "finished examples are kept in {run_dir}/eval/{suite}; the same command goes on with the others",
     "list": "nothing was written",
     "inspect": "nothing was written",
     "generate": "nothing was written to disk",

@@ -17,6 +17,7 @@ from longtrain.errors import ConfigError
 from longtrain.jobs import eval_parts
 from longtrain.jobs.finished import compare
 from longtrain.jobs.setup import load_target, systems_of
+from longtrain.journals import journals_in
 from longtrain.log import get_logger
 from longtrain.progress import Progress
 from longtrain.settings import wrong
@@ -48,7 +49,7 @@ def run(cfg: RunConfig) -> None:
     check(cfg)
     shards, shard = cfg.evaluation.shards, cfg.evaluation.part()
     if shard is None and shards > 1:
-        eval_parts.run_all(work_part, cfg, shards, folder_of(cfg) / "ledger")
+        eval_parts.run_all(work_part, cfg, shards, journals_in(folder_of(cfg)))
         shard = MERGE
     session = session_of(cfg)
     if isinstance(shard, str):

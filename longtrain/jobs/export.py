@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from longtrain import methods, provenance
 from longtrain.assets import artifact_kind
 from longtrain.data.packing.prepared import read_manifest
-from longtrain.errors import ArtifactError, ConfigError, first_line, with_new_names
+from longtrain.errors import ArtifactError, ConfigError, first_line
 from longtrain.files import read_json, read_sealed
+from longtrain.former_names import with_new_names
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.exporting.comparison import compare
 from longtrain.jobs.setup import load_target, load_tensors

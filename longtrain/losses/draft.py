@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
-from longtrain.kernels.draft_loss import DraftPairs, draft_passes, serves, teacher_of
+from longtrain.kernels.devices import kernels_serve
+from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.losses.blocks import HeadLoss, block_rows_of, operands, plain, scaled
 
 DRAFT_OBJECTIVES = ("kl", "lk", "lk_hybrid", "tv")
@@ -163,7 +164,7 @@ class _DraftLoss(torch.autograd.Function):
 def _block_rows(teacher: DraftTeacher, passes: int) -> int:
     """Number of teacher positions of a block: as many as fit the budget, in blocks of about equal size."""
     head_VE, W = teacher.head_VE, len(teacher.hidden_WE)
-    if not serves(head_VE):
+    if not kernels_serve(head_VE):
         return block_rows_of(head_VE)
     numbers = len(head_VE) + (passes + 1) * len(teacher.draft_ids_K)
     most = max(16, _BLOCK_BYTES // (numbers * head_VE.element_size()))

@@ -190,7 +190,7 @@ def _own_checks(steps: list[Step]) -> None:
         if own is not None:
             with gathered.one():
                 own(step)
-    gathered.tell()
+    gathered.raise_all()
 
 
 def _show(cfg: RunConfig, job: str, words: Sequence[str]) -> None:

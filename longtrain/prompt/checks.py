@@ -64,7 +64,7 @@ def check(
                 with gathered.one():
                     part()
         before.append(job)
-    gathered.tell()
+    gathered.raise_all()
 
 
 def _parts(
@@ -166,7 +166,7 @@ def _training(cfg: RunConfig) -> None:
         optim = cfg.optim
     with gathered.one():
         loop = cfg.trainer
-    gathered.tell()
+    gathered.raise_all()
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
     device = cfg.target.device
     if device not in (AUTO, loop.accelerator):

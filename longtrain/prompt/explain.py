@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longtrain.assets import asset_dir
-from longtrain.errors import LongtrainError, now_called
+from longtrain.errors import LongtrainError
 from longtrain.files import FULL
+from longtrain.former_names import now_called
 from longtrain.prompt.grammar import in_list
 from longtrain.prompt.store import own_folder
 from longtrain.prompt.suite_help import JOBS as SUITE_JOBS

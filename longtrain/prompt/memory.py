@@ -16,7 +16,8 @@ from longtrain.config import RunConfig
 from longtrain.costs.footprint import CONTEXT, SPARE
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedSequence, kv_bytes_per_token, target_parameters
-from longtrain.errors import LongtrainError, with_new_names
+from longtrain.errors import LongtrainError
+from longtrain.former_names import with_new_names
 from longtrain.jobs.planning.run_plan import ITEMSIZE, RunPlan, devices_of
 from longtrain.prompt.following import NEW_TOKENS, count, counts, typed
 

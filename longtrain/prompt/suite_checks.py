@@ -65,7 +65,7 @@ def evaluated(cfg: RunConfig) -> None:
         named = any("artifact" in one for one in listed if isinstance(one, Mapping))
         if not (given or cfg.target.path or named):
             raise ConfigError(NO_TARGET)  # artifacts name their target
-    gathered.tell()
+    gathered.raise_all()
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from longtrain import methods
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, ConfigFaults
 from longtrain.methods.named import Named, in_words, named
 from longtrain.methods.policies import POLICIES
 from longtrain.settings import Count, Counts, Share, Text, convert, read, wrong
@@ -155,7 +155,7 @@ def as_typed(entry: Entry, key: str = KEY) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if type(error) is not ConfigError or key in str(error) or entry.method is None:
+        if type(error) not in (ConfigError, ConfigFaults) or key in str(error) or entry.method is None:
             raise
         said = re.sub(r"\bmethod\.(?=\w)", "", str(error))
         raise ConfigError(f"{key}: {entry.method.name}: {said}") from None

@@ -26,8 +26,9 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from longtrain.errors import STARTS, ArtifactError, ConfigError, TrainingError, with_new_names
+from longtrain.errors import ArtifactError, ConfigError, TrainingError
 from longtrain.files import free_bytes, json_sha256, read_json
+from longtrain.former_names import STARTS, with_new_names
 from longtrain.log import get_logger
 from longtrain.methods import GONE
 from longtrain.training import tensor_file

@@ -163,6 +163,10 @@ def test_changed_byte_is_caught(folder):
         ({"method": "os.system"}, r"names the method 'os.system'; known: .*longspec"),
         ({"config": {**WHOLE, "run": "rm"}}, "unknown key 'method.run'"),
         ({"config": {**WHOLE, "window": -1}}, r"window=-1; allowed"),
+        (
+            {"config": {**WHOLE, "window": "w", "cross_attention": "x"}},
+            r"wrong .*window=w.*cross_attention=x",
+        ),
         ({"config": None}, "has a wrong config: Input should be a valid dict"),
         ({"config": {"window": 16}}, "lacks config.cross_attention"),
         ({"verification": {"checks": [{"what": "x"}], "faults": []}}, "has a wrong verification.checks.0"),

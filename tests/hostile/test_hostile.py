@@ -54,4 +54,4 @@ def test_the_count_can_fail(monkeypatch):
 
 
 def test_every_attack_is_tried():
-    assert {case.attack for case in run(["ledger"], 60, seed=0)} == set(ATTACKS)
+    assert {case.attack for case in run(["results journal"], 60, seed=0)} == set(ATTACKS)

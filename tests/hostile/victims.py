@@ -221,7 +221,7 @@ def _make_pickled(folder: Path) -> None:
 
 
 VICTIMS: dict[str, Victim] = {
-    "ledger": Victim(_make_results_journal, _read_results_journal, part=True),
+    "results journal": Victim(_make_results_journal, _read_results_journal, part=True),
     "answers": Victim(_make_answers, _read_answers, part=True),
     "prepared data": Victim(_make_prepared, _read_prepared),
     "checkpoints": Victim(_make_checkpoints, _read_checkpoints),

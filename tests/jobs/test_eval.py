@@ -56,7 +56,7 @@ def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path,
         "speed.md",
         "acceptance.png",
     } < names
-    assert {"config.yaml", "provenance.json", "ledger"} < names
+    assert {"config.yaml", "provenance.json", "journals"} < names
     found = results()
     full, draft = found["systems"]
     assert [task["task"] for task in draft["tasks"]] == ["64", "128"]

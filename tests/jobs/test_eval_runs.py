@@ -115,7 +115,7 @@ def result(folder: Path) -> list[bytes]:
 
 def units(folder: Path) -> int:
     """Finished units in all ledgers."""
-    found = [path.read_bytes() for path in (folder / "ledger").glob("*.jsonl")]
+    found = [path.read_bytes() for path in (folder / "journals").glob("*.jsonl")]
     return sum(content.count(b"\n") for content in found) - len(found)
 
 
@@ -136,9 +136,9 @@ def test_a_killed_run_goes_on_and_its_result_is_that_of_a_whole_one(run, command
     process.communicate()
     done = units(folder)
     assert 3 <= done < UNITS and not (folder / "results.json").exists()
-    (journal,) = (folder / "ledger").glob("full*.jsonl")
+    (journal,) = (folder / "journals").glob("full*.jsonl")
     journal.write_bytes(journal.read_bytes() + b'{"key": "torn')
-    before = {path: path.read_bytes() for path in (folder / "ledger").glob("*.jsonl")}
+    before = {path: path.read_bytes() for path in (folder / "journals").glob("*.jsonl")}
     assert result(run("killed")) == whole
     assert units(folder) == UNITS
     for path, content in before.items():  # nothing was run again
@@ -208,7 +208,7 @@ def test_gpus_are_dealt_out_in_turn(monkeypatch):
 def test_files_and_what_is_in_them(run, capsys):
     folder = run("one", "report=html")
     names = {path.name for path in folder.iterdir()}
-    assert {*RESULT, "timings.json", "report.html", "config.yaml", "provenance.json", "ledger"} <= names
+    assert {*RESULT, "timings.json", "report.html", "config.yaml", "provenance.json", "journals"} <= names
     found = json.loads((folder / "results.json").read_text())
     assert found["title"].startswith("Variant of LongBench")
     assert [system["name"] for system in found["systems"]] == ["full", "snapkv@48"]
@@ -248,7 +248,7 @@ def test_files_and_what_is_in_them(run, capsys):
 def test_wrong_settings_are_one_clear_error_and_write_nothing(run, tmp_path, change, error, message):
     with pytest.raises(error, match=message):
         run("one", change)
-    assert not list(tmp_path.glob("runs/*/eval/*/ledger/*.jsonl"))
+    assert not list(tmp_path.glob("runs/*/eval/*/journals/*.jsonl"))
 
 
 def test_a_row_with_a_missing_field_is_named(run, rows, tmp_path):

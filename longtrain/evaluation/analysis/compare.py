@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import ConfigError, DataError, with_new_names
+from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.analysis.numbers import (
     Pair,
     ScoreScale,
@@ -270,7 +270,7 @@ def _load(folder: Path, label: str) -> Run:
         if found.get("examples_sha256", digest := hashlib.sha256(lines).hexdigest()) != digest:
             raise ValueError("it was changed since it was written")
         for line in lines.splitlines():
-            one = with_new_names(parse_json(line))
+            one = parse_json(line)
             for output in one["outputs"].values():
                 numbers_of_output(output)
             outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]

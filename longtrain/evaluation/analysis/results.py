@@ -70,16 +70,14 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
     for record in records:
         where = f"record of system {record.system}, task {record.task}, example {record.example}"
         if record.system not in found or record.example not in ids.get(record.task, ()):
-            raise DataError(
-                f"{where}: this run has no such example; remove its folder ledger, or pass name=OTHER"
-            )
+            raise DataError(f"{where}: this run has no such example; remove its journals, or pass name=OTHER")
         if found[record.system][record.task].setdefault(record.example, record) is not record:
-            raise DataError(f"{where} occurs twice; remove the run's folder ledger and run again")
+            raise DataError(f"{where} occurs twice; remove the run's journals and run again")
         first = prompts.setdefault((record.task, record.example), record)
         if first.prompt_sha256 != record.prompt_sha256:
             raise DataError(
                 f"{where} had another prompt than with system {first.system} ({record.prompt_sha256} and "
-                f"{first.prompt_sha256}); remove the run's folder ledger and run again"
+                f"{first.prompt_sha256}); remove the run's journals and run again"
             )
     return {
         system: {

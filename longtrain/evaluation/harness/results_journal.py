@@ -11,7 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import ConfigError, DataError, with_new_names
+from longtrain.errors import ConfigError, DataError
+from longtrain.former_names import with_new_names
 from longtrain.journals import Journal, read_journal
 
 Json = dict[str, Any]
@@ -90,14 +91,13 @@ class ResultsJournal:
 
     def _take(self, path: Path, number: int, values: Json) -> None:
         made_with, key, payload = values.get("settings"), values.get("key"), values.get("payload")
-        made_with = with_new_names(made_with)
         if number > 1 and isinstance(key, str) and isinstance(payload, dict):
             self.done.setdefault(key, payload)
             return
         if number > 1 or not isinstance(made_with, dict):
             wanted = "settings" if number == 1 else "a key and a payload"
             raise DataError(f"{path} line {number} cannot be read: it has not {wanted}; {ADVICE}")
-        if made_with != self.settings:
+        if made_with != self.settings and with_new_names(made_with) != self.settings:
             key, had, wants = first_difference(made_with, self.settings)
             raise ConfigError(
                 f"{path} was written with {key}={had}, and {key}={wants} is asked for; pass name=OTHER, or "

@@ -32,6 +32,7 @@ from longtrain.evaluation.reporting.examples import examples
 from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import lock
+from longtrain.journals import journals_in
 from longtrain.log import get_logger
 from longtrain.settings import wrong
 from longtrain.systems import System
@@ -68,7 +69,7 @@ class Session:
         suite: the suite to run.
         systems: the systems, the full cache first.
         sampling: the run's sampling settings.
-        folder: the folder of the run's files; journals are in `ledger` below it.
+        folder: the folder of the run's files; journals are in `journals` below it.
         home: the folder whose `baselines.json` has recorded scores.
         batch: the maximum number of examples decoded together.
         resamples: number of bootstrap resamples.
@@ -113,7 +114,7 @@ class Session:
     def journal(self, system: System, *, shard: int = 0, write: bool = False) -> ResultsJournal:
         """Open the journal of a system's finished units."""
         settings = journal_settings(self.protocol, self.target, system)
-        return ResultsJournal(self.folder / "ledger", system.name, settings, shard=shard, write=write)
+        return ResultsJournal(journals_in(self.folder), system.name, settings, shard=shard, write=write)
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
         """Number of examples of a part over all systems: (all, done)."""
@@ -199,7 +200,7 @@ class Session:
 
     def finishing(self) -> AbstractContextManager[bool]:
         """A lock: True inside the block if this process may write the result, False if another one does."""
-        return lock(self.folder / "ledger" / ".finish.lock")
+        return lock(journals_in(self.folder) / ".finish.lock")
 
     def _warn(self) -> None:
         """Warn, before other systems run, if the full cache answers too few examples for a comparison."""
@@ -263,7 +264,7 @@ class Session:
             if failed:
                 notes.append(
                     f"memory ran out with {system.name} in {failed} examples, which have no score; to run "
-                    "them again pass name=OTHER, or remove its journals in the folder ledger"
+                    "them again pass name=OTHER, or remove its journals"
                 )
             elif size := halved_to(self.journal(system)):
                 notes.append(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from longtrain.kernels.attention.segments import Segment, cut, joined, spread
-from longtrain.kernels.devices import hopper
+from longtrain.kernels.devices import dense_rows, hopper
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -217,8 +217,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, lse, and the two values (seed and offset) that the backward needs unchanged."""
     return torch.ops.aten._flash_attention_forward(
-        *(_rows(x) for x in (q, k, v)), cu_q, cu_k, max_q, max_k, 0.0, window is None, False, scale=scale,
-        **_sides(window),
+        *(dense_rows(x) for x in (q, k, v)), cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
+        scale=scale, **_sides(window),
     )[:4]  # fmt: skip
 
 
@@ -229,11 +229,6 @@ def _sides(window: int | None) -> dict[str, int]:
 def _longest(sizes: tuple[int, ...]) -> int:
     """Longest segment, at least 2: with 1 the kernel would fold heads into queries, in its lse too."""
     return max(2, *sizes)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor with a contiguous head dim, the kernel's only requirement on strides."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Varlen(torch.autograd.Function):
@@ -254,8 +249,8 @@ class _Varlen(torch.autograd.Function):
         q, k, v, out, lse, cu_q, cu_k, seed, offset = ctx.saved_tensors
         max_q, max_k, scale, window = ctx.settings
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), *(_rows(x) for x in (q, k, v)), out, lse, cu_q, cu_k, max_q, max_k, 0.0,
-            window is None, seed, offset, scale=scale, **_sides(window),
+            grads[0].contiguous(), *(dense_rows(x) for x in (q, k, v)), out, lse, cu_q, cu_k, max_q, max_k,
+            0.0, window is None, seed, offset, scale=scale, **_sides(window),
         )  # fmt: skip
         return dq, dk, dv, None, None, None, None, None, None
 
@@ -279,7 +274,7 @@ class _FrozenMemory(torch.autograd.Function):
         for low, high, causal in key_blocks(n_q, len(k), BLOCK):
             cu_q, cu_k = _cumulative((n_q,), q.device), _cumulative((high - low,), q.device)
             part, _, _ = torch.ops.aten._flash_attention_backward(
-                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k,
+                grad, *(dense_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k,
                 _longest((n_q,)), high - low, 0.0, causal, seed, offset, scale=ctx.scale,
             )  # fmt: skip
             dq += part

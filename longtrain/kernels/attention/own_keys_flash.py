@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longtrain.kernels.attention import flash
 from longtrain.kernels.attention.segments import Segment, joined
+from longtrain.kernels.devices import dense_rows
 from longtrain.kernels.own_keys import OwnKeys, merge, merge_backward
 
 
@@ -160,7 +161,7 @@ def _backward(
     causal: bool,
 ) -> Any:
     return torch.ops.aten._flash_attention_backward(
-        grad, *(flash._rows(x) for x in (q, k, v)), out, lse_HT.contiguous(), cu_q, cu_k, n_q, n_k, 0.0,
+        grad, *(dense_rows(x) for x in (q, k, v)), out, lse_HT.contiguous(), cu_q, cu_k, n_q, n_k, 0.0,
         causal, *seeds, scale=scale, **flash._sides(window),
     )  # fmt: skip
 

@@ -51,11 +51,6 @@ class TeacherLogits(NamedTuple):
     best_B: Tensor
 
 
-def serves(logits: Tensor) -> bool:
-    """True if the Triton kernels support these logits, or others of their dtype and device."""
-    return kernels_serve(logits)
-
-
 def teacher_of(logit_BV: Tensor, draft_ids_K: Tensor) -> TeacherLogits:
     """Reduce the teacher's logits over its vocabulary.
 
@@ -63,7 +58,7 @@ def teacher_of(logit_BV: Tensor, draft_ids_K: Tensor) -> TeacherLogits:
         logit_BV: logits, the last dim contiguous.
         draft_ids_K: the teacher's token id of each token of the draft's vocabulary, int64.
     """
-    if serves(logit_BV):
+    if kernels_serve(logit_BV):
         from longtrain.kernels.draft_loss import launch
 
         return TeacherLogits(*launch.teacher_of(logit_BV, draft_ids_K))
@@ -91,7 +86,7 @@ def draft_passes(
         kl_decay: decay of the KL weight in lk_hybrid.
         gradient: True to overwrite the logits by the gradient of the weighted loss.
     """
-    if serves(logit_JBK):
+    if kernels_serve(logit_JBK):
         from longtrain.kernels.draft_loss.launch import draft_passes as run
     else:
         run = reference.draft_passes

@@ -40,7 +40,7 @@ def systems_for(target, *, shape=CHAIN, pair="full"):
 
 
 def journal_of(made, name):
-    (path,) = (made.folder / "ledger").glob(f"{name}-*.jsonl")
+    (path,) = (made.folder / "journals").glob(f"{name}-*.jsonl")
     return path
 
 

@@ -214,7 +214,7 @@ def test_a_run_that_goes_on_keeps_to_the_batch_that_fits(session, monkeypatch):
 def test_a_journal_without_checksums_is_refused(session):
     asked = suite(task(examples=2))
     whole(session("run", asked, entries=()))
-    for file in (session("run", asked).folder / "ledger").glob("*.jsonl"):
+    for file in (session("run", asked).folder / "journals").glob("*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for line in lines:
             line.pop("sha256")
