@@ -117,6 +117,15 @@ class Control:
         """True if there is more than one shape."""
         return len(self.shapes) > 1
 
+    @property
+    def times(self) -> bool:
+        """True if the next cycle is to be timed.
+
+        Of cycles with a paused draft only the first few of `MEMORY` are: a plain cycle of a small target
+        leaves the host no time for more.
+        """
+        return self.free and (not self.paused or self._plain_run % MEMORY <= TIMES)
+
     def choose(self, *, length: int, left: int) -> TreeShape:
         """Choose the next cycle's shape, and set `paused` if the draft is left out of it.
 
@@ -295,7 +304,7 @@ def run_cycles(
             restarted = cycles.between(restart_with_all) if was_paused and not control.paused else None
             if out.done:
                 break
-            news_BX, stopwatch = cycles.run(shape, timed=control.free, drafts=not control.paused)
+            news_BX, stopwatch = cycles.run(shape, timed=control.times, drafts=not control.paused)
             transfer.send(news_BX)
             sent.append(_Sent(shape, stopwatch, control.paused, restarted))
             used[shape] += 1
