@@ -2,6 +2,7 @@
 
 SUITES = {
     "cycle_parts": "benchmarks.cycle_parts",
+    "draft_loss": "benchmarks.draft_loss",
     "elastic": "benchmarks.elastic.suite",
     "importance": "benchmarks.importance_kernels",
     "kernels": "benchmarks.decoding_attention",
