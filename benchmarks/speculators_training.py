@@ -18,12 +18,13 @@ import runpy
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longtrain import provenance
 from longtrain.methods.feature_layers import feature_layers
 
 
@@ -36,8 +37,9 @@ def main() -> None:
     args = arguments()
     layers = write_states(args)
     commands = {"longtrain": longtrain(args, layers), "speculators": speculators(args, layers)}
-    found: dict[str, Any] = {"command": " ".join(sys.argv), "torch": torch.__version__}
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    found: dict[str, Any] = provenance.gather()
+    if "speculators" in args.only:
+        found["versions"]["speculators"] = metadata.version("speculators")
     for name in args.only:
         module, words = commands[name]
         out = args.folder / f"{name}.json"
@@ -47,8 +49,7 @@ def main() -> None:
         timing = json.loads(out.read_text())
         rate = timing["steps"] * args.tokens / timing["seconds"]
         found[name] = {
-            "version": version(name),
-            "command": " ".join(["python -m", module, *words]),
+            "command": f"python -m {module} " + " ".join(words),
             "tokens_per_s": rate,
             **timing,
         }
@@ -68,7 +69,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=32, help="different sequences")
     parser.add_argument("--steps", type=int, default=96, help="optimiser steps; the second half is timed")
     parser.add_argument("--depths", type=int, default=5, help="passes of the draft")
-    parser.add_argument("--draft-vocab-size", type=int, default=16384, help="tokens of the draft's vocabulary")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, default=16384, help="tokens of the draft's vocabulary"
+    )
     names = ("longtrain", "speculators")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), help="trainers that run")
     return parser.parse_args()
@@ -84,7 +87,8 @@ def write_states(args: argparse.Namespace) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    model.to(device)
     layers = list(feature_layers(model.config.num_hidden_layers))
     data, states = args.folder / "states", args.folder / "states/hidden_states"
     states.mkdir(parents=True, exist_ok=True)
@@ -97,7 +101,8 @@ def write_states(args: argparse.Namespace) -> list[int]:
         # hidden[i + 1] is the output of layer i; the last one is after the final norm
         hidden_TLE = torch.stack([hidden[one + 1][0] for one in (*layers, -2)], 1)
         save_file(
-            {"token_ids": ids_T, "hidden_states": hidden_TLE.cpu().contiguous()}, states / f"hs_{i}.safetensors"
+            {"token_ids": ids_T, "hidden_states": hidden_TLE.cpu().contiguous()},
+            states / f"hs_{i}.safetensors",
         )
         row = {"input_ids": ids_T.tolist(), "loss_mask": [1] * args.tokens}
         rows.append({**row, "seq_len": args.tokens})
@@ -111,6 +116,7 @@ def write_states(args: argparse.Namespace) -> list[int]:
 
 def longtrain(args: argparse.Namespace, layers: list[int]) -> tuple[str, list[str]]:
     """Return the module and the words of our command: the states are taken in, then read alone."""
+    stage = f"fraction: 1.0, sequence_tokens: {args.tokens}, doc_tokens: {args.tokens}, recut: false"
     common = [
         "train",
         "target=local",
@@ -128,7 +134,7 @@ def longtrain(args: argparse.Namespace, layers: list[int]) -> tuple[str, list[st
         "data.val_fraction=0",
         "data.val_sequences=0",
         f"data.max_doc_tokens={args.tokens}",
-        f"data.stages=[{{fraction: 1.0, sequence_tokens: {args.tokens}, doc_tokens: {args.tokens}, recut: false}}]",
+        f"data.stages=[{{{stage}}}]",
         "trainer.accumulate_grad_batches=1",
         "trainer.val_every=0",
     ]

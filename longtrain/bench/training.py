@@ -1,8 +1,8 @@
 """Time and peak memory of any method's training step, of the target's pass and of the module's step.
 
-A random target of a published shape reads one random document that fills the packed sequence. The target's
-pass is the method's, without its attention hook. If the module's step runs after the pass, it is also
-measured alone, on recorded outputs of the pass, to obtain its own memory peak. Passes and whole steps
+A random target of a published shape reads random documents of equal length that fill the packed sequence.
+The target's pass is the method's, without its attention hook. If the module's step runs after the pass, it is
+also measured alone, on recorded outputs of the pass, to obtain its own memory peak. Passes and whole steps
 alternate, so that clock drift affects both.
 Shapes: T tokens of the packed sequence.
 """
@@ -33,6 +33,7 @@ log = get_logger(__name__)
 
 COLUMNS = {
     "row tokens": "sequence_tokens",
+    "documents": "documents",
     "response": "response_tokens",
     "target tok/s": "target.tokens_per_s",
     "target peak GiB": "target.peak_gib",
@@ -63,7 +64,8 @@ class TrainingSettings:
         lengths: lengths of the packed sequences in tokens.
         method: the method that is trained if `method=` is not given.
         chunk_tokens: tokens of a chunk, for methods that have a setting of this name; None: their default.
-        response_tokens: labels at the end of the sequence; None: the method's; 0: all tokens except the
+        documents: number of documents that fill the packed sequence.
+        response_tokens: labels at the end of each document; None: the method's; 0: all tokens except the
             first.
         warmup: steps not counted.
         repeats: largest number of counted steps.
@@ -76,6 +78,7 @@ class TrainingSettings:
     dtype: Dtype = "float32"
     method: str | None = None
     chunk_tokens: CountOrZero | None = None
+    documents: Count = 1
     response_tokens: CountOrZero | None = None
     warmup: CountOrZero = 1
     repeats: Count = 3
@@ -203,10 +206,11 @@ def measure(settings: TrainingSettings, trained: Trained, *, seed: int) -> Itera
     first: Row | None = None
     labels = settings.response_tokens
     for length in settings.lengths:
-        usual = trained.spec.cost.response_tokens
-        response = min(usual, length // 2) if labels is None else labels
-        row: Row = {"sequence_tokens": length, "response_tokens": response or length - 1}
-        row["prompt_tokens"] = length - row["response_tokens"]
+        usual, each = trained.spec.cost.response_tokens, length // settings.documents
+        response = min(usual, each // 2) if labels is None else labels
+        row: Row = {"sequence_tokens": length, "documents": settings.documents}
+        row["response_tokens"] = response or each - 1
+        row["prompt_tokens"] = each - row["response_tokens"]
         with clock.may_fail(row, trained.target.real.device):
             for part in _metrics(settings, trained, row, seed):
                 row |= part
@@ -224,7 +228,9 @@ def _metrics(settings: TrainingSettings, trained: Trained, row: Row, seed: int) 
     target, length = trained.target, row["sequence_tokens"]
     device = target.real.device
     vocabulary = target.real.info.vocab_size
-    batch = document(length, row["response_tokens"], vocabulary, seed).to(device)
+    batch = random_batch(length, row["response_tokens"], vocabulary, seed, documents=settings.documents).to(
+        device
+    )
     before = clock.allocated(device)
     yield {
         "trained_parameters": sum(value.numel() for value in trained.parameters),
@@ -290,12 +296,24 @@ def growth(first: Row, row: Row) -> Row:
     return {"growth": (row["draft"]["peak_bytes"] - first["draft"]["peak_bytes"]) / more} if more else {}
 
 
-def document(length: int, response: int, vocab_size: int, seed: int) -> Batch:
-    """Return a random document that fills the sequence, whose last `response` tokens are labels."""
+def random_batch(length: int, response: int, vocab_size: int, seed: int, *, documents: int = 1) -> Batch:
+    """Return a packed sequence of random documents of equal length.
+
+    Args:
+        length: tokens of the sequence; the last document also has what does not divide.
+        response: labels at the end of each document.
+        vocab_size: size of the vocabulary.
+        seed: seed of the tokens.
+        documents: number of documents.
+    """
     rng = torch.Generator().manual_seed(seed)
     ids_T = torch.randint(vocab_size, (length,), generator=rng)
-    mask_T = torch.arange(length) >= length - response
-    return Batch(ids_T, (0, length), mask_T, seed=seed, tokens_in_step=int(mask_T.sum()), documents_in_step=1)
+    bounds = (*(n * (length // documents) for n in range(documents)), length)
+    mask_T = torch.zeros(length, dtype=torch.bool)
+    for end in bounds[1:]:
+        mask_T[end - response : end] = True
+    labels = int(mask_T.sum())
+    return Batch(ids_T, bounds, mask_T, seed=seed, tokens_in_step=labels, documents_in_step=documents)
 
 
 BENCH = Bench(settings=TrainingSettings, run=run, columns=COLUMNS)

@@ -64,14 +64,14 @@ def test_growth_is_of_peak_over_inputs() -> None:
 
 
 def test_a_length_that_does_not_fit_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training.document
+    real = training.random_batch
 
-    def fails(length: int, *rest: int) -> object:
+    def fails(length: int, *rest: int, **more: int) -> object:
         if length == 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return real(length, *rest)
+        return real(length, *rest, **more)
 
-    monkeypatch.setattr(training, "document", fails)
+    monkeypatch.setattr(training, "random_batch", fails)
     first, second = steps(repeats=1)
     assert "out of memory" in first["failed"] and "step" in second
 
@@ -81,10 +81,17 @@ def test_the_recorded_pass_gives_the_loss_of_the_real_one() -> None:
     target, spec = random_target("qwen3_micro"), get("longspec")
     config = spec.config(chunk_tokens=16)
     trained = training.prepared(spec, config, target, seed=0)
-    batch = training.document(48, 47, target.info.vocab_size, seed=3)
+    batch = training.random_batch(48, 47, target.info.vocab_size, seed=3)
     whole = trained.objective(batch)
     trained.target.recorded = trained.target.again()
     torch.testing.assert_close(trained.objective(batch).total, whole.total, rtol=0, atol=0)
+
+
+def test_documents_fill_the_sequence_and_each_has_its_labels() -> None:
+    batch = training.random_batch(50, 3, 64, seed=3, documents=4)
+    assert batch.bounds == (0, 12, 24, 36, 50) and batch.documents_in_step == 4
+    assert batch.loss_mask_T.nonzero().flatten().tolist() == [9, 10, 11, 21, 22, 23, 33, 34, 35, 47, 48, 49]
+    assert batch.tokens_in_step == 12
 
 
 def test_engine_suite_measures_plain_and_drafted() -> None:

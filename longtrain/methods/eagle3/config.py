@@ -28,7 +28,7 @@ class Config:
     kl_decay: NotNegative = 3.0  # lk_hybrid: the weight of kl is exp(-kl_decay * accepted share)
     warm_start: bool = True  # begin with the target's own weights where they fit; False: at random
     start_mlp: Annotated[str, OneOf("copied", "random")] = "copied"  # of a warm start: the MLP of layer 0
-    start_outputs: Annotated[str, OneOf("random", "zero")] = "random"  # the projections out of attention and
+    start_outputs: Annotated[str, OneOf("random", "zero")] = "zero"  # the projections out of attention and
     # MLP; zero: the copied MLP gives nothing at first
     start_norm: Annotated[str, OneOf("scaled", "copied", "ones")] = "scaled"  # the last norm: the target's,
     # scaled down until guesses are nearly uniform; the target's; or ones
