@@ -21,8 +21,7 @@ from benchmarks.operators import RandomInputs, bandwidth, bound, distance, repla
 from longtrain import plots
 from longtrain.bench import clock
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row
-from longtrain.kernels.hierarchical import layout
-from longtrain.kernels.hierarchical.attention import hier_attention
+from longtrain.kernels.hierarchical import hier_attention, layout
 from longtrain.kernels.hierarchical.reference import hier_attention as plain_hier_attention
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_attention, tree_bits
 from longtrain.kernels.tree_attention.reference import tree_attention as plain_tree_attention

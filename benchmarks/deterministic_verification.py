@@ -166,7 +166,7 @@ def bits(target, prompts, texts):
 
 def spec_parts(target):
     spec = methods.get("prompt_lookup")
-    config = spec.config()
+    config = spec.config(ngram=3)
     return spec.attach(spec.build(config, target.info), target, config, {})
 
 

@@ -117,6 +117,8 @@ TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 """A token id in a file: strictly an integer; floats and booleans are refused."""
 Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd), Words("1 (off), 3, 5, 7, ...")]
 """Width of a max-pool: an odd number."""
+Adaptive = Literal[False, "heads", "layers"]
+"""How a budget of KV entries is shared: equally, or among the heads of a layer or of all layers."""
 Lengths = Annotated[
     tuple[Tokens, ...],
     Field(min_length=1),
@@ -130,6 +132,13 @@ Counts = Annotated[
     Field(min_length=1),
     AfterValidator(_different),
     Words("one or more different whole numbers from 1"),
+]
+OneOrMore = Annotated[
+    tuple[Count, ...],
+    BeforeValidator(lambda value: (value,) if type(value) is int else value),
+    Field(min_length=1),
+    AfterValidator(_different),
+    Words("a whole number from 1, or several different ones, such as [1, 8, 32]"),
 ]
 
 
@@ -266,7 +275,7 @@ def convert(value: Any, kind: Any, key: str, *, strict: bool = False) -> Any:
         ConfigError: the value is not allowed.
     """
     try:
-        return _adapter(kind).validate_python(value, strict=strict)
+        return _adapter_of(kind).validate_python(value, strict=strict)
     except ValidationError:
         raise wrong(key, value, in_words(kind)) from None
     except PydanticSchemaGenerationError:  # a class unknown to pydantic: nothing to check
@@ -340,8 +349,17 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return the validator of an annotation, which is made once if the annotation can be a key."""
+    try:
+        return _adapter(kind)
+    except TypeError:  # it holds a list or a mapping
+        return _adapter.__wrapped__(kind)
+
+
+@lru_cache(maxsize=1024)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator of an annotation; numbers pass as strings, booleans never as numbers."""
+    """Make pydantic's validator of an annotation; numbers pass as strings, booleans never as numbers."""
     base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     plain = isinstance(base, type) and dataclasses.is_dataclass(base)
     config = None if plain else ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)

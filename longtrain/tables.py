@@ -38,20 +38,6 @@ def of_rows(
     return markdown(used, [[number(found[head][i]) for head in used] for i in range(len(rows))])
 
 
-def without_empty(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, kept: Sequence[int] = (0,)
-) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows without the columns whose cells are all dashes.
-
-    Args:
-        header: headings of the table.
-        rows: cells of the table.
-        kept: indices of columns that are never dropped.
-    """
-    used = [i for i in range(len(header)) if i in kept or any(row[i] != DASH for row in rows)]
-    return [header[i] for i in used], [[row[i] for i in used] for row in rows]
-
-
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
     """Print a table without truncating it; terminal control characters are escaped.
 
@@ -162,15 +148,6 @@ def percent(share: float | None) -> str:
 def tokens(count: int) -> str:
     """Format a token count: 1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
     return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
-
-
-def interval(value: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """Format a value as `2.51 [2.40, 2.63]`, or `2.51` if it has no interval; a dash for None."""
-    if value is None or value["value"] is None:
-        return DASH
-    if value["low"] is None:
-        return f"{value['value']:.{digits}f}"
-    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:

@@ -6,6 +6,8 @@ one process.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import io
 import os
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -38,6 +41,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "decoding/test_selector.py": ("test_speculation_repeats_the_text",),
     "decoding/test_verify.py": (),
     "e2e/test_exactness.py": (),
+    "methods/dspark/test_dspark_runtime.py": ("test_greedy_output_is_the_targets_own",),
     "methods/eagle3/test_eagle3_runtime.py": ("test_greedy_output_is_the_targets_own",),
     "methods/longspec/test_runtime.py": ("test_greedy_output_is_the_targets_own",),
     "methods/magicdec/test_magicdec.py": ("test_the_text_is_the_targets_own",),
@@ -99,6 +103,73 @@ def _mounted_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "mount", once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Hydra merges the groups of each command anew, which takes longer than most tests: here only once.
+
+    Values that are typed come after that. A command with files of the user's own is composed as ever, and so
+    is one after Hydra's store of recipes and methods has changed.
+    """
+    from hydra._internal import config_loader_impl
+    from hydra._internal.defaults_list import DefaultsList
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    loader, usual = config_loader_impl.ConfigLoaderImpl, config_loader_impl.create_defaults_list
+    merge, store = loader._compose_config_from_defaults_list, ConfigStore.store
+    Plugins.instance()  # registers the reader of files
+    reader: Any = SourcesRegistry.instance().resolve("file")
+    read = reader.load_config
+    folder = str(HERE.parent / "conf")
+    shipped = {"pkg://hydra.conf", "structured://", f"file://{folder}"}
+    files: dict[str, Any] = {}
+    stored: dict[tuple[Any, str], Any] = {}
+    lists: dict[Any, DefaultsList] = {}
+    merged: dict[int, Any] = {}
+
+    def read_once(self: Any, config_path: str) -> Any:
+        if self.path != folder:
+            return read(self, config_path)
+        if config_path not in files:
+            files[config_path] = read(self, config_path)
+        return copy.deepcopy(files[config_path])
+
+    def noted_store(self: ConfigStore, name: str, node: Any, group: str | None = None, **rest: Any) -> None:
+        stored[group, name] = node if isinstance(node, type) else str(node)
+        store(self, name, node, group, **rest)
+
+    def chosen(override: Any, repo: Any) -> bool:
+        group = repo.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+        return override.is_sweep_override() or group
+
+    def defaults_of(repo: Any, config_name: Any, overrides_list: Any, **rest: Any) -> DefaultsList:
+        if not {source.full_path() for source in repo.get_sources()} <= shipped:
+            return usual(repo, config_name, overrides_list, **rest)
+        groups = [override for override in overrides_list if chosen(override, repo)]
+        lines = tuple(override.input_line for override in groups)
+        key = (config_name, lines, *sorted(rest.items()), frozenset(stored.items()))
+        found = lists.get(key)
+        if found is None:
+            found = lists[key] = usual(repo, config_name, overrides_list, **rest)
+        values = [override for override in overrides_list if override not in groups]
+        return dataclasses.replace(found, config_overrides=values)
+
+    def merged_of(self: Any, defaults: Any, repo: Any) -> Any:
+        if not any(found.defaults is defaults for found in lists.values()):
+            return merge(self, defaults, repo)
+        if id(defaults) not in merged:
+            merged[id(defaults)] = merge(self, defaults, repo)
+        return copy.deepcopy(merged[id(defaults)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "load_config", read_once)
+        patch.setattr(ConfigStore, "store", noted_store)
+        patch.setattr(config_loader_impl, "create_defaults_list", defaults_of)
+        patch.setattr(loader, "_compose_config_from_defaults_list", merged_of)
         yield
 
 

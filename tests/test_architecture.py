@@ -232,6 +232,19 @@ def test_config_modules_import_no_torch() -> None:
         assert not heavy, f"{file} imports {heavy}: composing a config must stay light"
 
 
+@pytest.mark.parametrize(
+    "name", ["setup", "eval", "eval_parts", "eval_setup", "features", "train_lock", "demo"]
+)
+def test_only_the_entries_of_a_job_take_the_whole_configuration(name: str) -> None:
+    tree = ast.parse((PACKAGE / "jobs" / f"{name}.py").read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for one in functions:
+        kinds = [
+            ast.unparse(arg.annotation) for arg in (*one.args.args, *one.args.kwonlyargs) if arg.annotation
+        ]
+        assert "RunConfig" not in kinds or one.name in ("run", "check"), f"{name}.{one.name}"
+
+
 def test_files_hold_one_idea() -> None:
     lines = {place(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
     long = {file: count for file, count in lines.items() if count > 400}

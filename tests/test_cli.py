@@ -146,7 +146,7 @@ def test_version_and_recipes(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, train, export"], 2),
+        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, answers, train"], 2),
         (["quickstart"], ["write +recipe=quickstart"], 2),
         (["+recipe=quickstart", "eval"], ["the job comes first: longtrain eval"], 2),
         (
@@ -185,7 +185,7 @@ def test_version_and_recipes(run: Run) -> None:
             1,
         ),
         (["job=train,eval", "target=tiny", "report=html"], ["in a list of jobs write +report=VALUE"], 1),
-        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
+        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, answers, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
         (["bench", "suite=engine", "lengths=x"], ["suite.lengths=x; allowed: one or more"], 1),
         (["bench", "suite=engine", "suite.warmup=x"], ["suite.warmup=x; allowed: a whole number"], 1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,38 +14,88 @@ import pytest
 from longtrain import methods
 
 STAGE = "sequence_tokens: 512, doc_tokens: 512"
-COMMAND = "import sys; sys.argv = ['longtrain', *WORDS]; from longtrain import cli\n"
-COMMAND += "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+TOLD = [
+    (
+        ["export", "+recipe=quickstart", "format=vllm"],
+        "format=vllm; allowed: flat, peft, sglang, speculators",
+    ),
+    (["train", "+recipe=quickstart", "data.stages=[]"], "data.stages is empty; give e.g. data.stages=[{"),
+    (["train", "+recipe=quickstart", "data.stages=5"], "data.stages=5; allowed: a list of stages: [{"),
+    (
+        ["train", "+recipe=quickstart", f"data.stages=[{{fraction: 2.0, {STAGE}}}]"],
+        "data.stages=fractions of 2 together; allowed: 1 at most",
+    ),
+    (["train", "+recipe=quickstart", "optim.lr=-1"], "optim.lr=-1; allowed: a number, above 0"),
+    (["eval", "+recipe=quickstart", "report=pdf"], "report=pdf; allowed: html, or null"),
+    (["generate", "target=tiny", "prompt="], "prompt is empty; pass a text"),
+    (["generate", "target=llama31", "prompt=x"], "unknown target 'llama31'; did you mean llama31_8b?"),
+]
+MISTAKES = [
+    ["+recipe=quickstart", "optim.lr=-1"],
+    ["plan", "method=longspec", "target=tiny", "gpu=FOO"],
+    ["plan", "method=longspec", "target.shape=foo"],
+    ["plan", "target=tiny", "contexts=[x]"],
+    ["train", "method=longspec", "target=tiny", "data=text"],
+    ["train", "method=longspec", "target=tiny", "data=text", "data.text=nothing"],
+    ["inspect", "nothing"],
+    ["demo", "prompt_file=nothing"],
+    ["train", "method=longspec", "target=tiny", "data=text", "data.text=/dev/null"],
+    ["generate", "target=tiny", "prompt_file=/dev/null"],
+    ["+recipe=quickstart", "home=/proc/nothing"],
+]
+COMMANDS = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+from longtrain import cli
+for words, folder in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    sys.argv = ["longtrain", *words]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            cli.main()
+        except SystemExit:
+            pass
+    heavy = [name for name in ("torch", "transformers") if name in sys.modules]
+    print(json.dumps([out.getvalue(), err.getvalue(), heavy]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["export", "+recipe=quickstart", "format=vllm"],
-            "format=vllm; allowed: flat, peft, sglang, speculators",
-        ),
-        (["train", "+recipe=quickstart", "data.stages=[]"], "data.stages is empty; give e.g. data.stages=[{"),
-        (["train", "+recipe=quickstart", "data.stages=5"], "data.stages=5; allowed: a list of stages: [{"),
-        (
-            ["train", "+recipe=quickstart", f"data.stages=[{{fraction: 2.0, {STAGE}}}]"],
-            "data.stages=fractions of 2 together; allowed: 1 at most",
-        ),
-        (["train", "+recipe=quickstart", "optim.lr=-1"], "optim.lr=-1; allowed: a number, above 0"),
-        (["eval", "+recipe=quickstart", "report=pdf"], "report=pdf; allowed: html, or null"),
-        (["generate", "target=tiny", "prompt="], "prompt is empty; pass a text"),
-        (["generate", "target=llama31", "prompt=x"], "unknown target 'llama31'; did you mean llama31_8b?"),
-    ],
-)
-@pytest.mark.parametrize("dry", [True, False])
-def test_a_wrong_word_is_told_without_torch(words: list[str], says: str, dry: bool, tmp_path: Path) -> None:
-    words = [*words, "dry_run=true"] if dry else words
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    code = COMMAND.replace("WORDS", repr(words))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert says in done.stderr and "Error" not in done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
-    assert not list(tmp_path.iterdir())
+@pytest.fixture
+def alone(tmp_path: Path) -> Callable[..., list[tuple[list[str], str, str]]]:
+    """`alone(*commands)`: words, stdout and stderr of each, none of which may import torch or write a file.
+
+    One process runs them all, in which no test has imported anything.
+    """
+
+    def call(*commands: list[str]) -> list[tuple[list[str], str, str]]:
+        folders = [tmp_path / str(number) for number in range(len(commands))]
+        for folder in folders:
+            folder.mkdir()
+        given = json.dumps(list(zip(commands, map(str, folders), strict=True)))
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", COMMANDS, given], capture_output=True, text=True, env=env, check=True
+        )
+        found = []
+        for words, folder, line in zip(commands, folders, done.stdout.splitlines(), strict=True):
+            out, err, heavy = json.loads(line)
+            assert heavy == [] and not list(folder.iterdir()), words
+            found.append((words, out, err))
+        return found
+
+    return call
+
+
+def test_a_wrong_word_is_told_without_torch(alone) -> None:
+    """In a dry run as in a run."""
+    commands = [words for words, _ in TOLD] + [[*words, "dry_run=true"] for words, _ in TOLD]
+    for (_, says), (words, _, err) in zip(TOLD * 2, alone(*commands), strict=True):
+        assert says in err and "Error" not in err, words
+
+
+def test_a_mistake_is_told_first_in_one_line_and_without_torch(alone) -> None:
+    for words, out, err in alone(*MISTAKES):
+        assert not out and len(err.splitlines()) == 1 and err.startswith("longtrain: error: "), words
 
 
 def test_a_dry_run_asks_for_the_login_that_a_push_needs(run, monkeypatch: pytest.MonkeyPatch) -> None:

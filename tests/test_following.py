@@ -20,7 +20,7 @@ from longtrain.prompt.checks import NO_CUDA
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GIB = 2**30
-SMALL = ("longspec", "eagle3", "lookaheadkv", "specontext", "kvzap", "joint")
+SMALL = ("longspec", "eagle3", "dspark", "lookaheadkv", "specontext", "kvzap", "joint")
 
 
 @pytest.fixture
@@ -177,6 +177,16 @@ class TestMemory:
         assert rows < 32768 and rows * cfg.trainer.accumulate_grad_batches == 32768
         assert rows >= cfg.data.stages[0].doc_tokens
         assert line.startswith("fitted to 1.1 GiB of free memory:") and f"[{rows}] (was [32768])" in line
+
+    def test_answers_are_written_in_batches_that_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cfg = _trained(monkeypatch, free=4 * GIB)
+        cfg.batch_tokens = 1 << 30
+        (line,) = memory.fit_memory(cfg, ["answers"], [])
+        assert 10_000 < cfg.batch_tokens < 4 * GIB / (2 * 6144)  # less than the cache alone would allow
+        assert line.endswith(f"batch_tokens {cfg.batch_tokens} (was {1 << 30})")
+        assert memory.fit_memory(cfg, ["answers"], []) == []
+        cfg.batch_tokens = 1 << 30
+        assert memory.fit_memory(cfg, ["answers"], ["batch_tokens=1073741824"]) == []
 
     def test_what_fits_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=500 * GIB)

@@ -142,28 +142,6 @@ def test_all_jobs_are_checked_before_the_first_begins(
     assert not done.stdout and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["+recipe=quickstart", "optim.lr=-1"],
-        ["plan", "method=longspec", "target=tiny", "gpu=FOO"],
-        ["plan", "method=longspec", "target.shape=foo"],
-        ["plan", "target=tiny", "contexts=[x]"],
-        ["train", "method=longspec", "target=tiny", "data=text"],
-        ["train", "method=longspec", "target=tiny", "data=text", "data.text=nothing"],
-        ["inspect", "nothing"],
-        ["demo", "prompt_file=nothing"],
-        ["train", "method=longspec", "target=tiny", "data=text", "data.text=/dev/null"],
-        ["generate", "target=tiny", "prompt_file=/dev/null"],
-        ["+recipe=quickstart", "home=/proc/nothing"],
-    ],
-)
-def test_a_mistake_is_told_first_and_without_loading_torch(words: list[str], tmp_path: Path) -> None:
-    done = alone(words, "torch", "transformers", cwd=tmp_path)
-    assert done.stdout == "[]\n"
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("longtrain: error: ")
-
-
 def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
 ) -> None:

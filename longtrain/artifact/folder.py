@@ -179,9 +179,7 @@ class Artifact:
         tensors = read_tensors(folder / MODEL, manifest["files"])
         refuse_not_finite(tensors, str(folder / MODEL))
         golden = read_golden(folder, manifest)
-        verification = from_file(Verification, manifest["verification"])
-        if golden is None and methods.get(method).attach is not None and not verification.faults:
-            verification.faults.append(NO_GOLDEN)
+        verification = _verification(manifest, golden)
         if verification.faults and not unverified:
             raise ArtifactError(
                 f"{folder} is not verified: {verification.faults[0]}; look closer: longtrain inspect "
@@ -279,6 +277,8 @@ class Artifact:
     ) -> None:
         """Write the folder's card again; arguments that are not given keep their current content.
 
+        Comparisons made since the artifact was loaded are not on the card: they are about one machine.
+
         Args:
             evidence: training curves and evaluation results.
             pictures: PNG files to add, by file name.
@@ -293,15 +293,16 @@ class Artifact:
             raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
         if evidence is not None:
             files[EVIDENCE] = evidence.to_bytes()
+        manifest = read_manifest(folder / MANIFEST)
+        stored = dataclasses.replace(self, verification=_verification(manifest, self.golden))
         if licence is not None:
             self.provenance["license"] = licence
-            manifest = read_manifest(folder / MANIFEST)
             manifest["provenance"]["license"] = licence
             files[MANIFEST] = sealed(manifest)
         name = address.rpartition("/")[2] if address else folder.name
         shown = {*(file.name for file in folder.glob("*.png")), *(pictures or {})}
         known = evidence or Evidence.of_folder(folder)
-        files[CARD] = card_of(self, name, self._copies(), shown, known, address=address)
+        files[CARD] = card_of(stored, name, self._copies(), shown, known, address=address)
         write_files(folder, files)
 
     def push(self, repo: str, *, private: bool = True, collection: str | None = None) -> str:
@@ -375,6 +376,14 @@ class Artifact:
             raise ArtifactError(
                 f"artifact describes no {self.method} module: {first_line(error)}; export it again"
             ) from None
+
+
+def _verification(manifest: dict[str, Any], golden: Golden | None) -> Verification:
+    """Return the checks that a manifest records, and that golden outputs are missing if they are."""
+    found = from_file(Verification, manifest["verification"])
+    if golden is None and methods.get(manifest["method"]).attach is not None and not found.faults:
+        found.faults.append(NO_GOLDEN)
+    return found
 
 
 def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, keys: dict[str, Any]) -> Parts:

@@ -21,7 +21,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
-from longtrain.systems import parse
+from longtrain.systems import parse, with_lookup
 from longtrain.targets.stock import decode_stock
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def cases(
         assert context.load_target is not None and context.held_out is not None
         target = context.load_target(artifact.target.name if artifact else None)
         text = context.held_out(target, None)
-    parts = parts_of(context, target, artifact)
+    own = parts_of(context, target, artifact)
+    parts = with_lookup(own or Parts(), context.lookup) if own or context.lookup == "only" else None
     for length in settings.lengths:
         for batch in settings.batches:
             if settings.shape:
@@ -221,6 +222,8 @@ def _drafted(row: Row, plain: Generation, drafted: Generation) -> Row:
     stats = drafted.stats
     cycles = [{"shape": list(widths), "cycles": count} for widths, count in stats.shapes.items()]
     draft = {**row["draft"], "cycles": cycles, "tau": stats.tau, "acceptance_rate": stats.acceptance_rate}
+    if stats.copied_share > 0:
+        draft["copied_share"] = stats.copied_share
     same = [a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True)]
     found = {
         "draft": draft,

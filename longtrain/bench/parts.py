@@ -24,6 +24,7 @@ LOSSES = (
     "_LinearKL",
     "_LinearTopKL",
     "_ImportanceKL",
+    "_SlotLoss",
     "LigerFusedLinearCrossEntropyFunction",
 )
 """Profiler names of the losses' autograd functions."""

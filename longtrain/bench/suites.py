@@ -77,6 +77,7 @@ class Context:
         drafting: returns the tree shape of `decode`, or the shapes to choose among.
         target_shape: returns the shape of the configured target: a name of `targets.shapes.SHAPES`, or the
             keys of its config.json; None: no target is configured.
+        lookup: `decode.lookup`.
         load_target: loads the configured target; its argument is the default for `target.path`.
         held_out: returns the tokens of a held-out excerpt, the prompt and the text after it; for None, of all
             the bundled text.
@@ -92,6 +93,7 @@ class Context:
     sampling: Sampling = field(default_factory=Sampling)
     drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())
     target_shape: Callable[[], str | Mapping[str, Any] | None] = lambda: None
+    lookup: str = "off"
     load_target: Callable[[str | None], Target] | None = None
     held_out: Callable[[Target, HeldOutWanted | None], Sequence[int]] | None = None
 

@@ -15,9 +15,15 @@ from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.fused_layer import Slots, move_entries, write_rows
-from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
+from longtrain.kernels.hierarchical import (
+    LARGEST,
+    MAX_ROWS,
+    flush_blocks,
+    hier_attention,
+    quantise_blocks,
+    unsound,
+)
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
-from longtrain.kernels.hierarchical.quantise import LARGEST, flush_blocks, quantise_blocks, unsound
 
 _SLACK = BLOCK
 """Largest drift of the host's bound on lengths before the exact lengths are read from the device."""

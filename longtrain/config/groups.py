@@ -10,15 +10,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longtrain import methods
 from longtrain.errors import ConfigError
+from longtrain.methods.prompt_lookup.config import Lookup
 from longtrain.settings import (
     AUTO,
+    Adaptive,
     Count,
     CountOrZero,
     NotNegative,
+    OneOrMore,
     Tokens,
     Words,
     convert,
@@ -31,6 +35,7 @@ from longtrain.settings import (
 if TYPE_CHECKING:
     from longtrain.decoding.control import ShapeChoice
     from longtrain.decoding.roles import ChildChoice, TreeShape
+    from longtrain.decoding.sampling import Sampling
     from longtrain.methods.spec import MethodSpec
 
 NO_TARGET = (
@@ -91,6 +96,21 @@ class TargetConfig:
 
 
 @dataclass(frozen=True)
+class ArtifactSource:
+    """Where every job finds the artifacts that are named, and which of them it accepts.
+
+    Args:
+        home: the folder that holds `checkpoints`.
+        trained_by: the trainer (tool) that wrote a draft in another tool's format.
+        unverified: True if artifacts that fail verification are used all the same.
+    """
+
+    home: Path
+    trained_by: str | None = None
+    unverified: bool = False
+
+
+@dataclass(frozen=True)
 class MethodChoice:
     """The group `method`: the name of a method and its keys.
 
@@ -119,12 +139,13 @@ class MethodChoice:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The group `decode`: the shape of the drafted tree, and how tokens are sampled."""
+    """The group `decode`: the shape of the drafted tree, look-up beside it, and how tokens are sampled."""
 
     shape: Literal["auto"] | Widths = (1, 1, 1, 1)
     keep: Count | None = None
     menu: tuple[Widths, ...] | None = None
     children: Literal["auto", "point", "iid", "no_replace"] = "auto"
+    lookup: Lookup | None = None
     temperature: NotNegative = 0.0
     top_p: float = 1.0
     top_k: CountOrZero = 0
@@ -146,7 +167,8 @@ class DecodeConfig:
         if isinstance(chosen, str):
             raise ConfigError(
                 "decode.shape=auto chooses a shape for each cycle, and this job wants one for all; pass "
-                "widths, e.g. decode.shape=[1,1,1,1]"
+                "widths, e.g. decode.shape=[1,1,1,1]; in eval a system may choose: "
+                "suite.systems=[{artifact: NAME, drafted: auto}]"
             )
         children = self._children() or usual_children(chosen, sampled=self.temperature > 0)
         return TreeShape(chosen, children, None if set(chosen) <= {1} else self.keep)
@@ -173,6 +195,16 @@ class DecodeConfig:
             )
         return ShapeChoice(self.menu or (), self._children())
 
+    def sampling(self, seed: int) -> Sampling:
+        """The sampling settings of a run with this seed.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        from longtrain.decoding.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_p, self.top_k, seed)
+
     def _children(self) -> ChildChoice | None:
         """The `ChildChoice` that selects the children of tree nodes, or None for the method's default."""
         from longtrain.decoding.roles import ChildChoice
@@ -187,7 +219,7 @@ class EvictConfig:
     policy: AsTyped = None
     budget_tokens: int | None = None
     budget_ratio: float | None = None
-    adaptive: Literal[False, "heads", "layers"] | None = None
+    adaptive: Adaptive | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -242,8 +274,8 @@ class HarnessKeys:
         budgets: KV entries that evicting systems keep, or shares of the prompt.
         shapes: widths of the trees that drafts are measured with; none: `decode.shape`.
         speed_prompts: prompts of each task, or length, that are timed.
-        speed_batch: prompts timed together.
-        speed_tokens: tokens of a timed answer; None: the task's own limit.
+        speed_batch: prompts timed together: a number, or several to be timed in turn.
+        speed_tokens: tokens of a timed answer, whatever ends it; None: answers as long as the suite's.
     """
 
     batch: Count
@@ -253,7 +285,7 @@ class HarnessKeys:
     budgets: Any = None
     shapes: tuple[tuple[Count, ...], ...] | None = None
     speed_prompts: CountOrZero = 0
-    speed_batch: Count = 1
+    speed_batch: OneOrMore = (1,)
     speed_tokens: Count | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from longtrain.config.groups import AsTyped
@@ -72,6 +72,29 @@ class PrepareKeys:
 
     def part(self) -> int | None:
         """The requested part of the answers to generate, or None for all of them.
+
+        Raises:
+            ConfigError: there is no such part.
+        """
+        return part_of(self.shard, self.shards, "or null (all)")
+
+
+@dataclass(frozen=True)
+class AnswersKeys:
+    """The keys that only `answers` has."""
+
+    document_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] = (512, 8192)
+    ask: Annotated[dict[str, tuple[Text, ...]], Words("{text: [QUESTION, ...], code: [...]}")] = field(
+        default_factory=dict
+    )
+    batch: Count = 256
+    batch_tokens: Count = 1048576
+    prompts: Count | None = None
+    shards: Count = 1
+    shard: Any = None
+
+    def part(self) -> int | None:
+        """The requested part of the prompts, or None for all of them.
 
         Raises:
             ConfigError: there is no such part.

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from longtrain import methods
-from longtrain.config.groups import DecodeConfig, EvictConfig, MethodChoice, SuiteConfig, TargetConfig
+from longtrain.config.groups import (
+    ArtifactSource,
+    DecodeConfig,
+    EvictConfig,
+    MethodChoice,
+    SuiteConfig,
+    TargetConfig,
+)
 from longtrain.config.job_keys import (
+    AnswersKeys,
     EvalKeys,
     ExportKeys,
     GenerateKeys,
@@ -110,6 +118,11 @@ class RunConfig:
         return self.values.get("trained_by")
 
     @property
+    def artifact_source(self) -> ArtifactSource:
+        """Where artifacts are found by name, and which of them are accepted."""
+        return ArtifactSource(self.home, self.trained_by, self.unverified)
+
+    @property
     def init(self) -> str | None:
         """The artifact whose weights training starts from."""
         init = self.values.get("init")
@@ -189,10 +202,7 @@ class RunConfig:
         Raises:
             ConfigError: a value is out of its range.
         """
-        from longtrain.decoding.sampling import Sampling
-
-        decode = self.decode
-        return Sampling(decode.temperature, decode.top_p, decode.top_k, self.seed)
+        return self.decode.sampling(self.seed)
 
     @cached_property
     def evict(self) -> EvictConfig:
@@ -284,6 +294,11 @@ class RunConfig:
     def prepare(self) -> PrepareKeys:
         """The keys of the job `prepare`."""
         return self._keys(PrepareKeys)
+
+    @cached_property
+    def answers(self) -> AnswersKeys:
+        """The keys of the job `answers`."""
+        return self._keys(AnswersKeys)
 
     @cached_property
     def export(self) -> ExportKeys:

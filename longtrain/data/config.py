@@ -11,6 +11,7 @@ from longtrain.settings import (
     Count,
     CountOrZero,
     Name,
+    NotNegative,
     OneOf,
     Positive,
     Words,
@@ -31,9 +32,11 @@ FREE_KEYS = (
     "books",
     "code",
     "instruct",
+    "answered",
     "questions",
     "prompts",
     "held_out",
+    "licences",
 )
 """Keys that a data config may define only for interpolation in its sources and for the command line."""
 
@@ -58,6 +61,8 @@ class SourceConfig:
         answers: `source` or `target`, overrides the config's `answers`; empty: the config's.
         prompts: prompts cut from each document of running text, where the config has `prompt_tokens`; 0:
             none, the text is there for synthetic sources to write into.
+        licences: which packages are read of a folder with an installed environment (`site-packages`):
+            `permissive`, those whose metadata state a permissive licence, or `any`.
     """
 
     reader: Annotated[str, OneOf(*READERS)]
@@ -73,6 +78,7 @@ class SourceConfig:
     held_out: tuple[str, ...] = ()
     answers: Annotated[str, OneOf("", "source", "target")] = ""
     prompts: CountOrZero = 1
+    licences: Annotated[str, OneOf("permissive", "any")] = "permissive"
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> SourceConfig:
@@ -106,6 +112,8 @@ class PackingStage:
         epochs: passes over the data; the last, incomplete optimizer step is left out.
         recut: cut long documents at other places in each epoch; false: at the same places, so that stored
             features of the pieces are valid in every epoch.
+        weights: passes over the documents of a kind in an epoch of this stage, instead of their source's
+            `weight`: `{book: 1, chat: 0}`. Kinds that are not named keep it.
     """
 
     sequence_tokens: Count
@@ -114,6 +122,9 @@ class PackingStage:
     fraction: Positive | None = None
     epochs: Positive | None = None
     recut: bool = True
+    weights: Annotated[dict[str, NotNegative], Words("{KIND: PASSES}, each 0 or more")] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def parse(cls, values: Any) -> PackingStage:
@@ -172,6 +183,8 @@ class DataConfig:
         val_sequences: largest number of packed sequences of validation data.
         workers: loading processes; reading a sequence from the memory map takes about a millisecond, so 0 is
             enough.
+        tokenise_workers: processes that tokenise running text; None: one a core, at most 16, for 8 million
+            characters or more in all sources together, and none for less.
     """
 
     name: Name
@@ -194,6 +207,7 @@ class DataConfig:
     append_eos: bool = False
     val_sequences: CountOrZero = 64
     workers: CountOrZero = 0
+    tokenise_workers: CountOrZero | None = None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> DataConfig:
@@ -231,6 +245,12 @@ class DataConfig:
             raise wrong(
                 "data.stages", f"fractions of {total:g} together", "1 at most, which is the whole run"
             )
+        kinds = [source.kind for source in self.sources]
+        named = [kind for stage in self.stages for kind in stage.weights if kind not in kinds]
+        if named and all(kinds):  # a source without `kind` has its adapter's or manifest's
+            raise wrong(
+                "data.stages.weights", named[0], f"kinds of data.sources: {', '.join(dict.fromkeys(kinds))}"
+            )
         if not self.sources:
             raise ConfigError(f"data.sources of {self.name!r} is empty; give at least one source")
 
@@ -246,7 +266,9 @@ class DataConfig:
     def content(self) -> dict[str, Any]:
         """Return the values that prepared data depends on: all except those used only while training."""
         values = asdict(self)
-        for key in ("stages", "val_sequences", "name", "workers", "answer_batch", "answer_batch_tokens"):
+        for key in ("stages", "val_sequences", "name", "workers", "tokenise_workers"):
+            values.pop(key)
+        for key in ("answer_batch", "answer_batch_tokens"):
             values.pop(key)
         if self.on_error == "error":  # data prepared before this key existed stays current
             del values["on_error"]

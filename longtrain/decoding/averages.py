@@ -89,8 +89,14 @@ class Costs:
     def __init__(self) -> None:
         self.restart_s: float | None = None
         """Seconds of the last restart of a paused draft; None: there was none."""
+        self.start_s: float | None = None
+        """Least seconds that a draft's start took for each token of a prompt; None: not measured."""
         self.count = 0
         """Cycles measured so far."""
+        self.plain_total_s = 0.0
+        """Seconds that plain decoding would have taken for the tokens of all calls."""
+        self.lost_total_s = 0.0
+        """Seconds lost by drafting in all calls; negative if it has saved time."""
         self._times: dict[tuple[Hashable, TreeShape, int], deque[float]] = {}
 
     def learn(self, kind: Hashable, shape: TreeShape, length: int, seconds: float) -> None:
@@ -130,13 +136,20 @@ class Costs:
 class LossBudget:
     """Time that a call has lost against plain decoding, and the time that it may still risk.
 
+    There are two limits. The call's own loss stays within its share of the time that plain decoding takes
+    for its tokens, of which the first `UPFRONT` may be counted before they are there. As an answer may end
+    sooner, the loss of all calls together stays within its share as well, with `UPFRONT` tokens in advance
+    once and not for every call.
+
     Args:
         planned: most new tokens of a sequence.
+        costs: holds the sums over all calls.
     """
 
-    def __init__(self, planned: int) -> None:
+    def __init__(self, planned: int, costs: Costs) -> None:
         self.lost_s = 0.0
         """Seconds lost so far; negative if drafting has saved time."""
+        self._costs = costs
         self._upfront = min(planned, UPFRONT)
         self._tokens = 0.0
         self._pending: deque[float] = deque()  # risks of the cycles whose results have not arrived
@@ -148,8 +161,17 @@ class LossBudget:
             risk_s: seconds that may be lost.
             plain_s: seconds of a plain cycle.
         """
-        allowed_s = MAX_LOSS * plain_s * max(self._tokens, self._upfront)
-        return risk_s <= 0 or self.lost_s + sum(self._pending) + risk_s <= allowed_s
+        if risk_s <= 0:
+            return True
+        risk_s += sum(self._pending)
+        own_s = MAX_LOSS * plain_s * max(self._tokens, self._upfront)
+        all_s = MAX_LOSS * max(self._costs.plain_total_s, plain_s * UPFRONT)
+        return self.lost_s + risk_s <= own_s and self._costs.lost_total_s + risk_s <= all_s
+
+    def lose(self, seconds: float) -> None:
+        """Count time that the draft took outside of cycles: its start, or its restart."""
+        self.lost_s += seconds
+        self._costs.lost_total_s += seconds
 
     def begin(self, risk_s: float) -> None:
         """A cycle is launched that takes `risk_s` seconds longer than a plain one."""
@@ -166,13 +188,25 @@ class LossBudget:
         if self._pending:
             self._pending.popleft()
         self._tokens += tokens
-        if seconds is not None and plain_s is not None:
-            self.lost_s += seconds - tokens * plain_s
+        if plain_s is not None:
+            self._costs.plain_total_s += tokens * plain_s
+            if seconds is not None:
+                self.lose(seconds - tokens * plain_s)
 
 
 def levels(shape: TreeShape) -> tuple[Hashable, ...]:
     """A key for each level of a shape; shapes that draft alike down to a level share its key."""
-    return tuple((shape.children.value, shape.widths[: level + 1]) for level in range(shape.depth))
+    if not shape.copied:
+        return tuple((shape.children.value, shape.widths[: level + 1]) for level in range(shape.depth))
+    beside = (shape.children.value, shape.widths, shape.keep) if shape.widths else ()
+    return tuple((beside, "copied", level) for level in range(shape.depth))
+
+
+def work_of(shape: TreeShape) -> int:
+    """The levels that a draft computes for a shape, by which unknown times are estimated; look-up counts as
+    one, however many nodes it copies.
+    """
+    return len(shape.widths) + (shape.copied > 0)
 
 
 def octave_of(length: int) -> int:

@@ -22,7 +22,7 @@ from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.selected import SelectedCache
-from longtrain.decoding.decode_step import CycleState, DecodeStep
+from longtrain.decoding.decode_step import COPIED, CycleState, DecodeStep
 from longtrain.decoding.output import Emitted
 from longtrain.decoding.roles import TreeShape
 
@@ -189,12 +189,13 @@ class ShapeCycles:
         known_s = cycles.capture_s
         ripe = cycles.prepare()
         self.capture_s += cycles.capture_s - known_s
-        stopwatch = Stopwatch(self._device) if timed and ripe else None
+        compiles = not ripe and has_graphs(self._device)
+        stopwatch = Stopwatch(self._device) if timed and not compiles else None
         started_s = time.perf_counter()
         cycles.run()
         if stopwatch is not None:
             stopwatch.stop()
-        if not ripe and cycles.late and has_graphs(self._device):
+        if compiles and cycles.late:
             self.capture_s += time.perf_counter() - started_s
         if not ripe:  # a draft may have allocated larger buffers
             self._drop_unsound()
@@ -324,7 +325,10 @@ class TokenTransfer:
     def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
         """Yield each sequence's tokens, cycle by cycle, but those of the last `late` cycles unless `rest`."""
         while len(self._sent) > (0 if rest else self._late):
-            yield [Emitted(row[2 : 2 + row[0]], row[1]) for row in self._sent.popleft()()]
+            yield [
+                Emitted(row[2 : 2 + row[0]], row[1] % COPIED, row[1] // COPIED)
+                for row in self._sent.popleft()()
+            ]
 
 
 def can_capture(cache: KVCache) -> bool:

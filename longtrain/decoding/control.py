@@ -22,11 +22,12 @@ from longtrain.decoding.averages import (
     LossBudget,
     levels,
     octave_of,
+    work_of,
 )
 from longtrain.decoding.captured import ShapeCycles, Stopwatch, TokenTransfer
 from longtrain.decoding.decode_step import CycleState
 from longtrain.decoding.output import Output
-from longtrain.decoding.roles import ChildChoice, Draft, TreeShape, usual_children
+from longtrain.decoding.roles import ChildChoice, Draft, TreeShape, completed, usual_children
 from longtrain.errors import ConfigError
 
 Widths: TypeAlias = tuple[int, ...]
@@ -64,11 +65,37 @@ class ShapeChoice:
                 )
             return (TreeShape(()),)
         offered: Sequence[Widths] = self.widths or getattr(draft, "offers", CHAINS)
-        found = {TreeShape(())}
-        found |= {
+        found = {TreeShape(()), *(TreeShape((), copied=n) for n in getattr(draft, "copies_alone", ()))}
+        drafted = [
             TreeShape(one, self.children or usual_children(one, sampled=sampled)) for one in offered if one
-        }
-        return tuple(sorted(found, key=lambda shape: (shape.depth, shape.n_nodes, shape.widths)))
+        ]
+        found |= {completed(shape, draft) for shape in drafted}
+        found |= {shape for shape in drafted if shape.is_chain}  # where copies bring nothing, without them
+        return tuple(sorted(found, key=cheapest_first))
+
+
+def cheapest_first(shape: TreeShape) -> tuple[int, bool, int, Widths]:
+    """A key that sorts shapes by the expected cost of a cycle; of equal ones, look-up alone is first."""
+    return work_of(shape), bool(shape.widths), shape.n_nodes, shape.widths
+
+
+def affords_start(costs: Costs, kind: Hashable, *, prompt_tokens: int, length: int, planned: int) -> bool:
+    """True if a call can afford to start a draft with its prompts, by the times of earlier calls; True as
+    long as there are none.
+
+    Args:
+        costs: measured times.
+        kind: see `Control`.
+        prompt_tokens: tokens of all prompts.
+        length: tokens of the longest.
+        planned: most new tokens of a sequence.
+    """
+    plain = TreeShape(())
+    known = (costs.of((kind, "alone"), plain, length), costs.of(kind, plain, length))
+    plain_s = min((one for one in known if one is not None), default=None)
+    if costs.start_s is None or plain_s is None:
+        return True
+    return LossBudget(planned, costs).affords(costs.start_s * prompt_tokens, plain_s)
 
 
 class Control:
@@ -80,7 +107,9 @@ class Control:
 
     A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
     out of plain cycles, where this costs more than the call can afford. A paused draft that can start from a
-    text alone is restarted for its next trial; any other stays paused to the end of the call.
+    text alone is restarted for its next trial; any other stays paused to the end of the call. In a call that
+    cannot afford what the draft's start takes (`affords_start`), the former begins paused, and the latter is
+    left out.
 
     Args:
         shapes: smallest first; the first one is plain decoding.
@@ -88,6 +117,7 @@ class Control:
         kind: what these cycles' times depend on beside shape and length, for `costs`.
         planned: most new tokens of a sequence.
         restarts: True for a draft that can be restarted (`Draft.begins_anew`).
+        paused: True if the draft has not been started yet.
 
     Note: QuantSpec searches its draft length for each dataset and model (Appendix G); here none is needed,
         and a text whose predictability changes is followed.
@@ -101,10 +131,11 @@ class Control:
         *,
         planned: int = UPFRONT,
         restarts: bool = True,
+        paused: bool = False,
     ) -> None:
         self.shapes, self.costs, self.kind, self.restarts = tuple(shapes), costs, kind, restarts
-        self.acceptance, self.budget = Acceptance(), LossBudget(planned)
-        self.paused = False
+        self.acceptance, self.budget = Acceptance(), LossBudget(planned, costs)
+        self.paused = paused
         """True if the draft is left out of the cycle that was chosen last."""
         self._levels = [levels(shape) for shape in self.shapes]
         self._known: list[float | None] = []  # seconds of each shape; the first: plain, the draft not paused
@@ -126,6 +157,16 @@ class Control:
         """
         return self.free and (not self.paused or self._plain_run % MEMORY <= TIMES)
 
+    def learn_start(self, seconds: float, prompt_tokens: int) -> None:
+        """Add the time that the draft's start took with the prompts: lost, as it could have been left out.
+
+        That of an engine's first call has compilation in it, and does not count.
+        """
+        known, each_s = self.costs.start_s, seconds / prompt_tokens
+        self.costs.start_s = each_s if known is None else min(known, each_s)
+        if known is not None:
+            self.budget.lose(seconds)
+
     def choose(self, *, length: int, left: int) -> TreeShape:
         """Choose the next cycle's shape, and set `paused` if the draft is left out of it.
 
@@ -136,7 +177,8 @@ class Control:
         if not self.free:
             return self.shapes[0]
         best, plain_s = 0, None
-        if not self.paused or self._plain_run % MEMORY == 0:  # choosing takes host time: seldom while paused
+        # choosing takes host time: seldom while paused
+        if not self.paused or self._plain_run % MEMORY == 0 or self._plain_run == TIMES + 1:
             self._look_up(length)
             plain_s = self._plain_s
             measures = plain_s is None or self.costs.count % REFRESH < TIMES
@@ -184,8 +226,9 @@ class Control:
         tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
         if restart_s is not None:
             self.costs.restart_s = restart_s
-            self.budget.lost_s += restart_s
-        self.budget.end(tokens, seconds, self._plain_s)
+            self.budget.lose(restart_s)
+        # without the draft a cycle is plain decoding, which loses nothing, however long it took
+        self.budget.end(tokens, None if paused else seconds, self._plain_s)
 
     @property
     def _plain_s(self) -> float | None:
@@ -205,7 +248,8 @@ class Control:
         for i in range(1, len(self.shapes) if measured else 2):  # the first trial is the cheapest one
             seconds = self._seconds(i, plain_s)
             speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
-            risk_s = TIMES * (seconds - plain_s)  # number of trials before its time is known
+            trials = TIMES if self._known[i] is None else 1  # number of them before its time is known
+            risk_s = trials * (seconds - plain_s)
             if speed > most and self.budget.affords(risk_s + (restart_s if risk_s > 0 else 0.0), plain_s):
                 best, most = i, speed
         return best
@@ -229,17 +273,21 @@ class Control:
             self._octave = octave
 
     def _seconds(self, i: int, plain_s: float) -> float:
-        """Seconds of a shape: measured, or estimated from the measured one of the nearest depth."""
-        known, depth = self._known[i], self.shapes[i].depth
+        """Seconds of a shape: measured, or estimated from the measured one with the nearest work. Shapes with
+        the draft tell nothing of look-up alone, and the other way round.
+        """
+        known, work = self._known[i], work_of(self.shapes[i])
         if known is not None:
             return known
         level_s = LEVEL_COST * plain_s
         pairs = zip(self.shapes[1:], self._known[1:], strict=True)
-        others = [(abs(one.depth - depth), one.depth, cost) for one, cost in pairs if cost is not None]
+        alike = [pair for pair in pairs if bool(pair[0].widths) == bool(self.shapes[i].widths)]
+        done = [(work_of(one), cost) for one, cost in alike if cost is not None]
+        others = [(abs(one - work), one, cost) for one, cost in done]
         if others:
             _, near, cost = min(others)
             level_s = max(0.0, cost - plain_s) / near
-        return plain_s + depth * level_s
+        return plain_s + work * level_s
 
 
 class _Sent(NamedTuple):

@@ -34,6 +34,10 @@ Judge: TypeAlias = Callable[[TokenTree, Verdict, Tensor | None], Verdict]
 the verdict of `verify`, and the most nodes of each path, if limited."""
 
 
+COPIED = 1 << 16
+"""Unit in which `news_BX` counts the accepted copied nodes, in the number of all accepted nodes."""
+
+
 class CycleState:
     """State between cycles of any shape, beside that of cache and draft.
 
@@ -99,7 +103,9 @@ class DecodeStep:
         self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
         self.most, self.rng = self.texts.most, self.texts.rng
         self.news_BX = self.root_B.new_zeros(len(self.root_B), 3 + shape.depth)
-        """Tokens of the last cycle, in the layout of `kernels.greedy.settle`."""
+        """Tokens of the last cycle, in the layout of `kernels.greedy.settle`; of the accepted nodes, those
+        that were copied from the text (`TokenTree.copied`) are counted a second time, in units of `COPIED`.
+        """
 
     def __call__(self) -> None:
         """Run the next cycle: select, propose, forward, accept, commit."""
@@ -116,7 +122,7 @@ class DecodeStep:
 
     def propose(self) -> TokenTree:
         """Draft a tree below the last token of each sequence."""
-        if self.draft is None or not self.shape.widths:
+        if self.draft is None or not self.shape.depth:
             # `commit` overwrites root_B before draft and selector observe this tree
             observed = self.draft is not None or self.selector is not None
             return chain((self.root_B.clone() if observed else self.root_B)[:, None])  # [B, 1]
@@ -154,6 +160,11 @@ class DecodeStep:
         found = whole.path_BP, whole.n_B, whole.next_B
         texts = self.root_B, self.left_B, self.cache.len_B
         n_B, root_pos_B = settle(tree.tokens_BN, found, texts, self.news_BX)  # n_B: 0 if finished
+        if tree.copied:
+            first: int | Tensor = tree.first_copied
+            if tree.copied_B1 is not None:
+                first = tree.tokens_BN.shape[1] - tree.copied_B1
+            self.news_BX[:, 1] += COPIED * (whole.path_BP >= first).sum(1)
         verdict = replace(whole, n_B=n_B, root_pos_B=root_pos_B)
         self.cache.commit(None if self.shape.is_chain else verdict.path_BP, verdict.n_B)
         if self.draft is not None:

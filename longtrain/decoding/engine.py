@@ -22,18 +22,19 @@ from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
     ShapeCycles,
+    Stopwatch,
     can_capture,
 )
-from longtrain.decoding.control import Control, ShapeChoice, run_cycles
+from longtrain.decoding.control import Control, ShapeChoice, affords_start, run_cycles
 from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.evict import Keep
-from longtrain.decoding.limits import Limits
+from longtrain.decoding.limits import Limits, cannot_gain
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.retrieval.selector import new_selected_cache
-from longtrain.decoding.roles import Draft, Parts, TreeShape, attention_observer
+from longtrain.decoding.roles import Draft, Parts, TreeShape, attention_observer, completed
 from longtrain.decoding.sampling import HashRng, MinNewTokens, Sampling, next_token
-from longtrain.decoding.stats import Stats
+from longtrain.decoding.stats import Stats, counted
 from longtrain.errors import ArtifactError, ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
 from longtrain.targets.step import TargetStep
@@ -168,10 +169,23 @@ class Engine:
         min_new = MinNewTokens(ids, min_new_tokens, target.device)
         out = Output(ending, len(prompts), stream)
         rng = self._rng(sampling.seed, sequence_ids, len(prompts))
+        before = max(map(len, prompts)) + max(map(len, after or [()]))
+        read_tokens = sum(map(len, prompts)) + sum(map(len, after or [()]))
 
         started_s = time.perf_counter()
         evictor, selector = self.parts.evictor, self.parts.selector
         buffers = self._static_buffers(draft, shapes, max_new_tokens)
+        kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
+        hopeless = cannot_gain(draft, len(prompts), before + max_new_tokens, chooses=len(shapes) > 1)
+        starts_later = False
+        if draft and len(shapes) > 1:
+            sizes = {"prompt_tokens": read_tokens, "length": before, "planned": max_new_tokens}
+            starts_later = not affords_start(self.costs, kind, **sizes)
+            # one that does not begin anew would have to start now
+            if hopeless or (starts_later and not getattr(draft, "begins_anew", False)):
+                draft, starts_later = getattr(draft, "alone", None), False
+                shapes = tuple(one for one in shapes if not one.widths and (draft or not one.copied))
+        restarts = bool(getattr(draft, "begins_anew", False))
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
@@ -191,10 +205,18 @@ class Engine:
             taken = buffers.take_in(read.cache, room=room, selects=selector is not None)
             read = replace(read, cache=taken)
         cache = read.cache
-        if draft:
-            draft.start(read.tokens_BS, read.n_B, read.step, cache)
+
+        def start(tokens_BS: Tensor, n_B: Tensor, step: TargetStep) -> None:
+            assert draft is not None
+            draft.start(tokens_BS, n_B, step, cache)
             if len(shapes) > 1 and (reserve := getattr(draft, "reserve", None)):
                 reserve(max(one.n_expanded for one in shapes))  # or graphs of smaller shapes would not last
+
+        watch: Stopwatch | None = None
+        if draft and not starts_later:
+            watch = Stopwatch(target.device)
+            start(read.tokens_BS, read.n_B, read.step)
+            watch.stop()
         if selector:
             selector.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
@@ -215,19 +237,21 @@ class Engine:
             )
             if buffers is None:
                 return Cycles(decode_step, captured=False)
-            return buffers.cycles(decode_step, (one, own is not None, _constants(sampling, min_new)))
+            return buffers.cycles(decode_step, (one, type(own), _constants(sampling, min_new)))
 
         def restart() -> None:
-            assert draft is not None
             heads = zip(prompts, after or [()] * len(prompts), out.tokens, strict=True)
             whole = [[*prompt, *more, *new[:-1]] for prompt, more, new in heads]
-            draft.start(*pad(whole, target.device), TargetStep(None, {}), cache)
+            start(*pad(whole, target.device), TargetStep(None, {}))
 
         cycles = ShapeCycles(cycles_of, target.device)
+        # again: cycles are not captured where this call's cache does not allow it (`_usable`)
         kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
-        restarts = getattr(draft, "begins_anew", False)
-        control = Control(shapes, self.costs, kind, planned=max_new_tokens, restarts=restarts)
-        before = max(map(len, prompts)) + max(map(len, after or [()]))
+        control = Control(
+            shapes, self.costs, kind, planned=max_new_tokens, restarts=restarts, paused=starts_later
+        )
+        if watch is not None and len(shapes) > 1 and draft is self.parts.draft:
+            control.learn_start(watch.seconds(), read_tokens)
         late = int(buffers is not None)
         used = run_cycles(cycles, control, out, texts, restart, before=before, late=late)
         done_s = time.perf_counter()
@@ -244,7 +268,7 @@ class Engine:
             cache_bytes_full=read.full_bytes if evictor else cache.bytes(),
             draft_bytes=draft.bytes() if draft else 0,
             target_forwards=read.forwards + sum(used.values()),
-            shapes={one.widths: count for one, count in used.items()},
+            shapes=counted(used),
         )
         return Generation(out.tokens, stats, out.finish, out.texts(), out.drafted, read.kept)
 
@@ -266,13 +290,13 @@ class Engine:
         draft = self.parts.draft
         if isinstance(asked, ShapeChoice):
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
-            if not asked.widths:  # shapes beyond the limits were not requested
-                shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
         else:
-            shapes = (asked or (CHAIN if draft else PLAIN),)
+            shapes = (completed(asked or (CHAIN if draft else PLAIN), draft),)
+        if isinstance(asked, ShapeChoice) and not asked.widths:  # shapes beyond the limits were not requested
+            shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
         for shape in shapes:
             self.limits.check_shape(shape, draft)
-            if shape.widths and self.parts.selector is not None and self.parts.selector.budget.every == 1:
+            if shape.depth and self.parts.selector is not None and self.parts.selector.budget.every == 1:
                 raise ConfigError(
                     f"shape {list(shape.widths)} with select.every=1: entries are selected at each position, "
                     "so that no draft could be accepted; pass select.every=8, say, or draft nothing"

@@ -6,9 +6,10 @@ vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +67,10 @@ class Budget:
             return self.tokens
         return max(1, int(length * (self.ratio or 0) + _TOLERANCE))
 
+    def covers(self, lengths: Sequence[int]) -> bool:
+        """True if no prompt of these lengths has more tokens than it may keep."""
+        return all(length <= self.of(length) for length in lengths)
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -110,6 +115,22 @@ class Evictor(Protocol):
 
     def select(self, run: PromptRun) -> Keep | None:
         """The entries that remain; None if every prompt fits its budget, which leaves the cache unchanged."""
+
+
+class Budgeted:
+    """Base of evictors with a budget that need no cache positions beyond the prompt."""
+
+    budget: Budget
+
+    def with_budget(self, budget: Budget) -> Self:
+        """A copy with another budget, which shares all weights."""
+        other = copy.copy(self)
+        other.budget = budget
+        return other
+
+    def extra_tokens(self, longest: int) -> int:
+        """No positions (see `Evictor`)."""
+        return 0
 
 
 @runtime_checkable

@@ -144,6 +144,7 @@ class TreeExpansion:
             return self._chain(logits_of, root_B, pos_B, shape, plan, sampling, rng)
         B, N = len(root_B), len(plan.depth_N)
         best, seen = plan.best, list[tuple[Tensor, Tensor, Tensor]]()
+        scores = list[Tensor]()
         tree = ExpandingTree.of(root_B, N)
         score_BM = plan.score_11.expand(B, -1)
         distributions, ids_X = list[Tensor](), self._ids()
@@ -163,6 +164,7 @@ class TreeExpansion:
                 if best is not None:  # all candidates are kept for reranking, `width` of them are expanded
                     seen.append((tokens, parents + first, score_BM))
                     parents, score_BM = parents[:, :width], score_BM[:, :width]
+                scores.append(score_BM)
             else:
                 distributions.append(self._distribution(logits_BMX, sampling))
                 tokens, parents = _draws(distributions[-1], width, pos_B + depth + 1, rng)
@@ -173,7 +175,10 @@ class TreeExpansion:
         if best is not None:
             return best.tree(root_B, seen)
         probs_BNV = _node_distributions(distributions, N)
-        return TokenTree(tree.tokens_BN, tree.parents_BN, plan.depth_N, shape.children, probs_BNV)
+        score_BN = torch.cat((plan.score_11.expand(B, -1), *scores), 1) if scores else None
+        return TokenTree(
+            tree.tokens_BN, tree.parents_BN, plan.depth_N, shape.children, probs_BNV, score_BN=score_BN
+        )
 
     def _chain(
         self,
@@ -230,12 +235,12 @@ class TreeExpansion:
 
 
 def check_chain(shape: TreeShape, who: str) -> None:
-    """Refuse a shape that is no chain.
+    """Refuse a shape whose drafted part is no chain.
 
     Raises:
         ConfigError: a level of the shape has several nodes.
     """
-    if not shape.is_chain:
+    if not shape.drafted.is_chain:
         raise ConfigError(
             f"{who} drafts chains, and shape {list(shape.widths)} is none; pass widths of 1, e.g. "
             "[1, 1, 1, 1]"

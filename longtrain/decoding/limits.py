@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape
 from longtrain.errors import ConfigError, DataError, refusal
+from longtrain.log import get_logger
 from longtrain.targets.info import TargetInfo
+
+log = get_logger(__name__)
+_told: WeakSet[object] = WeakSet()
+"""Drafts of which a line has said that they cannot gain."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Limits:
                 are too many nodes.
         """
         widths = list(shape.widths)
-        if widths and draft is None:
+        if shape.depth and draft is None:
             raise ConfigError(
                 f"shape {widths} asks for a draft and the engine has none; pass an artifact that brings one"
             )
@@ -47,7 +53,12 @@ class Limits:
             raise ConfigError(
                 f"shape {widths} has {shape.n_nodes} nodes and limits.nodes={self.nodes}; narrow it"
             )
-        if widths and (own_check := getattr(draft, "check_shape", None)) is not None:
+        if shape.copied and getattr(draft, "completed", None) is None:
+            raise ConfigError(
+                f"shape {widths} with {shape.copied} copied nodes, and the draft copies nothing; join it "
+                "with prompt look-up (decode.lookup=auto)"
+            )
+        if shape.depth and (own_check := getattr(draft, "check_shape", None)) is not None:
             own_check(shape)
 
     def check_prompts(
@@ -90,6 +101,24 @@ class Limits:
                         f"prompt {i} of {len(prompt)} tokens plus max_new_tokens={max_new_tokens} exceed "
                         f"{what} of {most}; shorten one of them"
                     )
+
+
+def cannot_gain(draft: Draft | None, batch: int, tokens: int, *, chooses: bool) -> bool:
+    """True if a draft knows that it cannot be faster for these texts (see `Draft`); one line says why.
+
+    Args:
+        draft: of an engine; the line comes once for each.
+        batch: number of texts.
+        tokens: most tokens of a text.
+        chooses: True if shapes are chosen at run time, so that the draft is left out.
+    """
+    says = getattr(draft, "cannot_gain", None)
+    reason = says(batch, tokens) if says else ""
+    if reason and draft not in _told:
+        remedy = "it is left out" if chooses else "decode=auto leaves it out"
+        log.warning("%s; %s", reason, remedy)
+        _told.add(draft)
+    return bool(reason)
 
 
 def check_drafted(tree: TokenTree, shape: TreeShape, batch: int) -> None:

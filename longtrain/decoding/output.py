@@ -28,10 +28,12 @@ class Emitted(NamedTuple):
         tokens: accepted drafts, and one token after them.
         accepted: number of accepted drafts: one fewer than the tokens, or more if the cache's limit deferred
             some to the next cycle (`KVCache.commit_limit`).
+        copied: number of the accepted drafts that were copied from the text.
     """
 
     tokens: list[int]
     accepted: int
+    copied: int = 0
 
     @property
     def put_off(self) -> int:
@@ -161,6 +163,7 @@ class Output:
                     emitted=kept,
                     ended=why in ("stop_id", "stop_string") and kept < n,
                     put_off=new.put_off,
+                    copied=new.copied,
                 )
             )
             if why:

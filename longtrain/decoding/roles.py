@@ -6,7 +6,7 @@ Shapes: B batch, S prompt tokens, T new tokens, N tree nodes, P path, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,26 +42,35 @@ class TreeShape:
         children: deterministic or sampled children; a draft that does not support it raises ConfigError.
         keep: number of nodes below the root that are verified: the most probable of all candidates, whatever
             their depth (EAGLE-2, arXiv 2406.16858, §4.2). None: all nodes of all levels.
+        copied: number of nodes that continue an earlier occurrence of the text's end and are verified beside
+            the draft's own (`Draft.completed`); without `widths` they are a chain, and nothing is drafted.
     """
 
     widths: tuple[int, ...]
     children: ChildChoice = ChildChoice.POINT
     keep: int | None = None
+    copied: int = 0
 
     @property
     def depth(self) -> int:
-        """Levels below the root."""
-        return len(self.widths)
+        """Levels below the root: copied nodes may follow the deepest of the draft's."""
+        return len(self.widths) + self.copied
 
     @property
     def is_chain(self) -> bool:
         """True if every level has one node, and all are verified."""
-        return self.keep is None and all(width == 1 for width in self.widths)
+        alone = not (self.copied and self.widths)
+        return alone and self.keep is None and all(width == 1 for width in self.widths)
+
+    @property
+    def drafted(self) -> TreeShape:
+        """The part that the draft itself proposes."""
+        return replace(self, copied=0) if self.copied else self
 
     @property
     def n_nodes(self) -> int:
         """Nodes that are verified, root included."""
-        return self.n_expanded if self.keep is None else 1 + self.keep
+        return self.copied + (self.n_expanded if self.keep is None else 1 + self.keep)
 
     @property
     def n_expanded(self) -> int:
@@ -82,9 +91,10 @@ def usual_children(widths: Sequence[int], *, sampled: bool) -> ChildChoice:
 class TokenTree:
     """A batch of drafted trees of one shape. Node 0 is the root: the last chosen token, not yet in the cache.
 
-    Nodes are in level order, siblings in the order they were drawn. Siblings of a POINT tree should have
-    different tokens (a repeated one is never reached). If q has fewer tokens than the level has children, a
-    sampled tree pads with any token of q = 0.
+    The draft's nodes are in level order, siblings in the order they were drawn. Siblings of a POINT tree
+    should have different tokens (a repeated one is never reached). If q has fewer tokens than the level has
+    children, a sampled tree pads with any token of q = 0. Copied nodes come last: at most one below each
+    node, which is tried after the draft's children.
 
     Args:
         tokens_BN: token of each node, int64.
@@ -93,6 +103,11 @@ class TokenTree:
         children: the way children were chosen.
         q_BNV: for sampled trees, the distribution that each node's *children* were drawn from: `probs` of the
             draft's logits with the engine's `Sampling`, over the target's vocabulary; siblings not removed.
+            Copied nodes need none.
+        copied: number of last nodes that are copied from the text. Each was proposed with probability 1,
+            whatever `children` says of the others.
+        copied_B1: the same, [B, 1], where it differs between the trees of a POINT batch.
+        score_BN: cumulative log-probability of each node by the draft, if it knows that; the root has 0.
     """
 
     tokens_BN: Tensor
@@ -100,6 +115,14 @@ class TokenTree:
     depth_N: Tensor
     children: ChildChoice = ChildChoice.POINT
     q_BNV: Tensor | None = None
+    copied: int = 0
+    copied_B1: Tensor | None = None
+    score_BN: Tensor | None = None
+
+    @property
+    def first_copied(self) -> int:
+        """Index of the first copied node; the number of nodes if there is none."""
+        return self.tokens_BN.shape[1] - self.copied
 
 
 @dataclass(frozen=True)
@@ -128,9 +151,16 @@ class Draft(Protocol):
     """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
 
     Optional members: `offers`, the widths that `decode.shape=auto` chooses among (default: chains of 1 to 8).
-    `check_shape(shape)` raises ConfigError for an unsupported shape, before anything is computed.
+    `check_shape(shape)` raises ConfigError for an unsupported shape, before anything is computed. The draft
+    proposes its `widths`; `observe` may get a path as long as its `depth`, which includes copied nodes.
     `begins_anew = True`: `start` needs nothing but the tokens, so the draft can be paused and restarted.
     `reserve(nodes)` allocates buffers for trees of so many nodes.
+    `completed(shape)` returns a shape with the nodes that a draft adds to each tree by itself: those copied
+    from the text (`TreeShape.copied`). Only a draft that has it is given such shapes. `copies_alone` are
+    numbers of nodes that it can copy without drafting, which `decode.shape=auto` may choose; `alone` is a
+    draft that does nothing else, whose start takes next to no time.
+    `cannot_gain(batch, tokens)` says why drafts for so many texts of at most so many tokens cannot be faster
+    than plain decoding, as one line; empty: they can. `decode.shape=auto` then leaves the draft out.
     """
 
     outputs: OutputRequest
@@ -154,6 +184,12 @@ class Draft(Protocol):
         A CUDA graph of a cycle is valid as long as the addresses of these tensors do not change, so `start`
         should reuse them. Before `start` it may be an empty tuple.
         """
+
+
+def completed(shape: TreeShape, draft: Draft | None) -> TreeShape:
+    """The shape with the nodes that a draft adds to each tree by itself (see `Draft`)."""
+    own = getattr(draft, "completed", None)
+    return shape if own is None else own(shape)
 
 
 @runtime_checkable

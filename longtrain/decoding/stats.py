@@ -16,8 +16,12 @@ prefill gives belongs to no cycle. Three rules keep the metrics unbiased when a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longtrain.decoding.roles import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Cycle:
         ended: True if a stop id or a stop string ended the text before the cycle's last token.
         put_off: number of its tokens (drafts or the target's own) that the cache's limit deferred to the next
             cycle.
+        copied: number of the accepted drafts that were copied from the text; a token that the draft proposed
+            as well counts as the draft's.
     """
 
     position: int
@@ -42,6 +48,7 @@ class Cycle:
     emitted: int
     ended: bool = False
     put_off: int = 0
+    copied: int = 0
 
     @property
     def tokens(self) -> int:
@@ -76,7 +83,8 @@ class Stats:
         cache_bytes_full: bytes of that cache before eviction, likewise.
         draft_bytes: bytes of the draft's own state, maximum over the pooled calls.
         target_forwards: number of target forwards, prefill included.
-        shapes: number of cycles by the widths of the drafted tree; () for cycles without a draft.
+        shapes: number of cycles by the widths of the drafted tree, with a 0 after them for each token copied
+            by look-up; () for plain cycles (`counted`).
     """
 
     rows: list[list[Cycle]] = field(default_factory=list)
@@ -128,6 +136,11 @@ class Stats:
         """Accepted drafts divided by drafted nodes; below `acceptance_rate` for a tree, equal for a chain."""
         return _ratio((cycle.accepted, cycle.nodes) for cycle in self.cycles())
 
+    @property
+    def copied_share(self) -> float:
+        """Share of the accepted drafts that were copied from the text; nan if none was accepted."""
+        return _ratio((cycle.copied, cycle.accepted) for cycle in self.cycles())
+
     def by_depth(self) -> list[tuple[int, int]]:
         """Return (accepted, tried) for each level; a level is tried if every level above it was accepted."""
         deepest = max((cycle.drafted for cycle in self.cycles()), default=0)
@@ -168,6 +181,14 @@ class Stats:
         """All output tokens divided by prefill and decoding time; nan without any."""
         total_s = self.prefill_s + self.decode_s
         return sum(self.output_tokens) / total_s if total_s else float("nan")
+
+
+def counted(used: Mapping[TreeShape, int]) -> dict[tuple[int, ...], int]:
+    """`Stats.shapes` of the cycles of each shape; shapes that differ in nothing else are added up."""
+    found = Counter[tuple[int, ...]]()
+    for shape, count in used.items():
+        found[shape.widths + (0,) * shape.copied] += count
+    return dict(found)
 
 
 def tau(cycles: Iterable[Cycle]) -> float:

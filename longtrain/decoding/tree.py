@@ -72,15 +72,20 @@ class BestNodes:
             torch.cat((root_B[:, None], tokens_BC.gather(1, kept_BK)), 1),
             torch.cat((first_B1 - 1, parents_BK), 1),
             torch.cat((first_B1, self._depth_C[kept_BK]), 1),
+            score_BN=torch.cat((first_B1.to(score_BC.dtype), score_BC.gather(1, kept_BK)), 1),
         )
 
 
 def chain(
-    tokens_BN: Tensor, *, children: ChildChoice = ChildChoice.POINT, q_BNV: Tensor | None = None
+    tokens_BN: Tensor,
+    *,
+    children: ChildChoice = ChildChoice.POINT,
+    q_BNV: Tensor | None = None,
+    copied: int = 0,
 ) -> TokenTree:
-    """A tree in which every node has one child; `tokens_BN[:, 0]` is the root."""
+    """A tree in which every node has one child; `tokens_BN[:, 0]` is the root (see `TokenTree`)."""
     depth_N, parent_N = _of_chain(tokens_BN.shape[1], tokens_BN.device)
-    return TokenTree(tokens_BN, parent_N.expand_as(tokens_BN), depth_N, children, q_BNV)
+    return TokenTree(tokens_BN, parent_N.expand_as(tokens_BN), depth_N, children, q_BNV, copied)
 
 
 @lru_cache(maxsize=64)

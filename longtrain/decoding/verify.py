@@ -49,6 +49,7 @@ def verify(
     Source: POINT: a drafted token is accepted if a sample of the target equals it, so the text consists of
         target samples by construction. IID: Leviathan et al. 2023, Algorithm 1, and its recursion over
         siblings (SpecInfer, Algorithm 2). NO_REPLACE: recursive rejection sampling (Jeon et al. 2024).
+        Copied nodes beside sampled ones: the same recursion, with a distribution that has one token.
     """
     levels = int(tree.depth_N.max()) if depth is None else depth
     if tree.children is ChildChoice.POINT and sampling.greedy:
@@ -56,12 +57,12 @@ def verify(
         return Verdict(*follow(best_BN, tree.tokens_BN, tree.parents_BN, levels, most_B))
     if tree.children is ChildChoice.POINT:
         verdict = _walk(tree, logits_BNV, sampling, rng, pos_B, levels)
-    elif tree.q_BNV is None:
+    elif tree.q_BNV is None and tree.first_copied > 1:
         raise ConfigError(
             f"a tree whose children are '{tree.children.value}' came without q_BNV; the draft must give it"
         )
     else:
-        verdict = _reject(tree, tree.q_BNV, logits_BNV, sampling, rng, pos_B, levels)
+        verdict = _reject(tree, logits_BNV, sampling, rng, pos_B, levels)
     return verdict if most_B is None else _cut(tree, verdict, most_B)
 
 
@@ -99,7 +100,6 @@ def _walk(
 
 def _reject(
     tree: TokenTree,
-    q_BNV: Tensor,
     logits_BNV: Tensor,
     sampling: Sampling,
     rng: Rng,
@@ -112,14 +112,19 @@ def _reject(
     tested; if all are rejected, the next token is drawn from it. One pass over the nodes suffices, since a
     child's index is above its parent's. A child with q = 0 cannot have been drawn: it is padding (q has fewer
     tokens than the level has children) and is skipped.
+
+    Copied nodes are the last, and have q = 1 for their own token: accepted with probability p, which after a
+    rejection loses that token. Whether a copied child is there may depend on the tokens of its drawn siblings
+    in one way: it may be missing where one of them has its token. That changes nothing, because p no longer
+    has a token that was drawn and rejected.
     """
     p_BNV = probs(logits_BNV, sampling)  # [B, N, V]: the target's distribution after each node
-    q_BNV = q_BNV.to(p_BNV.dtype)
+    q_BNV = p_BNV if tree.q_BNV is None else tree.q_BNV.to(p_BNV.dtype)
     _, node_B, n_B = _start(tree)
     slot_P = torch.arange(levels + 1, device=n_B.device)
     path_BP = torch.zeros_like(n_B)[:, None].repeat(1, levels + 1)
     p_BV, q_BV = p_BNV[:, 0], q_BNV[:, 0]  # [B, V]: of the current node, after the children tried so far
-    for child in range(1, tree.tokens_BN.shape[1]):
+    for child in range(1, tree.first_copied):
         token_B1 = tree.tokens_BN[:, child, None]
         p_B, q_B = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
         offered_B = (tree.parents_BN[:, child] == node_B) & (q_B > 0)
@@ -136,6 +141,18 @@ def _reject(
             left_BV = q_BV.scatter(1, token_B1, 0.0)
             q_BV = torch.where(refused_B1, _normalised(left_BV, 0.0, left_BV), q_BV)
         q_BV = torch.where(accepted_B1, q_BNV[:, child], q_BV)
+    for child in range(tree.first_copied, tree.tokens_BN.shape[1]):
+        token_B1 = tree.tokens_BN[:, child, None]
+        offered_B = tree.parents_BN[:, child] == node_B
+        ratio_B = torch.where(offered_B, p_BV.gather(1, token_B1)[:, 0], 0.0)
+        accepted_B = rng.below(ratio_B, pos_B + n_B, f"accept{child}") & offered_B
+        path_BP = torch.where(accepted_B[:, None] & (slot_P == n_B[:, None]), child, path_BP)
+        node_B, n_B = torch.where(accepted_B, child, node_B), n_B + accepted_B
+
+        refused_B1 = (offered_B & ~accepted_B)[:, None]
+        left_BV = p_BV.scatter(1, token_B1, 0.0)
+        p_BV = torch.where(refused_B1, _normalised(left_BV, EMPTY, p_BV), p_BV)
+        p_BV = torch.where(accepted_B[:, None], p_BNV[:, child], p_BV)
     return Verdict(path_BP, n_B, rng.draw(p_BV, pos_B + n_B, "target"))
 
 

@@ -118,7 +118,12 @@ def measure(
 
 
 def read_contexts(
-    target: Target, parts: Parts, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
+    target: Target,
+    parts: Parts,
+    contexts: Sequence[Sequence[int]],
+    *,
+    scored: Sequence[Sequence[int]],
+    sequence_ids: Sequence[int] | None = None,
 ) -> Prefilled:
     """Prefill contexts into the cache of `parts` and evict, with room for the tokens that follow.
 
@@ -127,6 +132,7 @@ def read_contexts(
         parts: evictor, cache, and a selector, which is initialised.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
+        sequence_ids: keys of the contexts in an evictor's random draws; None: their places in the batch.
 
     Raises:
         ConfigError: a window is longer than the target's context, or an empty part.
@@ -150,6 +156,7 @@ def read_contexts(
         nodes=1,
         hidden=engine.parts.hidden(drafts=False),
         evictor=engine.parts.evictor,
+        sequence_ids=sequence_ids,
     )
     if engine.parts.selector is not None:
         engine.parts.selector.start(read.tokens_BS, read.n_B, read.step, read.cache)

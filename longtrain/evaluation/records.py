@@ -173,9 +173,10 @@ def _numbers(cycle: Cycle) -> list[int]:
         cycle.emitted,
         int(cycle.ended),
         cycle.put_off,
+        *((cycle.copied,) if cycle.copied else ()),
     ]
 
 
 def _cycle(numbers: list[int]) -> Cycle:
-    position, drafted, nodes, accepted, emitted, ended, *put_off = numbers  # absent in older records
-    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *put_off)
+    position, drafted, nodes, accepted, emitted, ended, *later = numbers  # shorter in older records
+    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *later)

@@ -11,7 +11,7 @@ Shapes: B sequences, N tokens of the longest, T tokens of a step, E hidden dim, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import pad
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import HashRng, Sampling, probs
+from longtrain.decoding.stats import repeated
 from longtrain.errors import DataError
 from longtrain.evaluation.harness.protocol import json_hash
 from longtrain.evaluation.perplexity import ROWS, hidden_states, read_contexts
@@ -63,7 +64,7 @@ class RolloutWriter:
     folder: Path
     max_new_tokens: int
     sampling: Sampling
-    ignore_eos: bool = True
+    ignore_eos: bool = False
 
     def settings(self) -> dict[str, Any]:
         """JSON values that determine a sequence, besides its prompt and the target."""
@@ -124,23 +125,27 @@ class Steps:
         agreed: True if its most likely token is the full cache's.
         divergence: KL divergence of the full cache's distribution from its own, in nats.
         own: True if the token it would have sampled is the sequence's.
+        kept_entries: the prompt's KV entries in its cache, mean over layers and KV heads.
+        repeated: number of the sequence's tokens in text that it held before (`stats.repeated`).
     """
 
     nats: Sequence[float]
     agreed: Sequence[bool]
     divergence: Sequence[float]
     own: Sequence[bool]
+    kept_entries: float = 0.0
+    repeated: int = 0
 
     def metrics(self, stretches: Sequence[tuple[int, int]]) -> dict[str, float]:
         """Sums over the sequence, and over stretches of it as `NAME@END`.
 
-        `nats`, `agreed` and `divergence` over `tokens`, and `own_tokens`: the tokens before its own output
-        diverges from the full cache's.
+        `nats`, `agreed` and `divergence` over `tokens`; of the whole sequence also `repeated_tokens`, and
+        `own_tokens`: the tokens before its own output diverges from the full cache's.
         """
         count = len(self.nats)
         found = self._sums(0, count)
         left = next((place for place, same in enumerate(self.own) if not same), count)
-        found["own_tokens"] = float(left)
+        found |= {"own_tokens": float(left), "repeated_tokens": float(self.repeated)}
         for first, end in stretches:
             if first < count:
                 sums = self._sums(first, min(end, count))
@@ -173,10 +178,14 @@ def stretches(count: int, first: int) -> list[tuple[int, int]]:
 def full_states(
     target: Target, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """The full cache's final hidden states that predict each token of a sequence but the first, [N-1, E]."""
+    """The full cache's final hidden states that predict each token of a sequence but the first, [N-1, E].
+
+    The sequences are read in the steps of `follow`, so that a system that reads the same entries in the same
+    steps has the same bits: its divergence is exactly 0.
+    """
     read = read_contexts(target, Parts(), prompts, scored=texts)
     found: list[list[Tensor]] = [[] for _ in texts]
-    for _, m_B, hidden_BTE in hidden_states(target, read, texts):
+    for _, m_B, hidden_BTE in hidden_states(target, read, texts, rows=_rows(len(texts))):
         for row, count in enumerate(m_B.tolist()):
             found[row].append(hidden_BTE[row, :count].clone())
     none_NE = target.head_weight.new_zeros(0, target.head_weight.shape[1])
@@ -195,24 +204,34 @@ def follow(target: Target, parts: Parts, rollouts: Sequence[Rollout], sampling: 
             numbers.
     """
     prompts, texts = [list(one.prompt) for one in rollouts], [list(one.text) for one in rollouts]
-    read = read_contexts(target, parts, prompts, scored=texts)
+    keys = [one.rng for one in rollouts]
+    read = read_contexts(target, parts, prompts, scored=texts, sequence_ids=keys)
     ids_BN, n_B = pad(texts, target.device)
     states = [one.states_NE.to(target.device) for one in rollouts]
     states_BNE = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
-    rng_B = torch.tensor([one.rng for one in rollouts], device=target.device)
+    rng_B = torch.tensor(keys, device=target.device)
     wide = torch.promote_types(target.dtype, torch.float32)
     book = _StepTable(ids_BN, rng_B, read.n_B, sampling)
     assert read.step.logits_BTV is not None
     first_B1V = read.step.logits_BTV[:, -1:].to(wide)
     book.add(torch.zeros_like(n_B)[:, None], n_B[:, None] > 0, first_B1V, first_B1V)
-    rows = max(1, ROWS // len(rollouts))  # logits of all sequences exist at once
-    for at_B, m_B, hidden_BTE in hidden_states(target, read, texts, rows=rows, selector=parts.selector):
+    steps = hidden_states(target, read, texts, rows=_rows(len(texts)), selector=parts.selector)
+    for at_B, m_B, hidden_BTE in steps:
         step_T = torch.arange(hidden_BTE.shape[1], device=target.device)
         place_BT, there_BT = at_B[:, None] + step_T, step_T < m_B[:, None]
         from_BT = (place_BT - 1).clamp(max=states_BNE.shape[1] - 1)
         full_BTE = states_BNE.gather(1, from_BT[..., None].expand(-1, -1, states_BNE.shape[2]))
         book.add(place_BT, there_BT, target.head(hidden_BTE).to(wide), target.head(full_BTE).to(wide))
-    return list(book.steps(n_B.tolist()))
+    found = book.steps(n_B.tolist())
+    return [
+        replace(one, kept_entries=kept, repeated=repeated(text))
+        for one, kept, text in zip(found, read.kept_entries, texts, strict=True)
+    ]
+
+
+def _rows(sequences: int) -> int:
+    """Tokens of a step; logits of all sequences exist at once."""
+    return max(1, ROWS // sequences)
 
 
 class _StepTable:

@@ -18,6 +18,8 @@ Advance = Callable[[str, int], None]
 
 AGREEMENT = "agreement"
 """Scale of suites that measure the agreement of systems with the full cache."""
+DIVERGENCE = "KL per token"
+"""Scale of suites that measure, in nats, how far systems are from the full cache, whose own score is 0."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Metric:
         growth: True if it is a logarithm, such as nats per token: reported as its exponential, and a change
             as growth in percent.
         plotted: True if it is plotted by context length, or by position in a sequence.
+        main: True if it stands beside the score in the table of systems.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Metric:
     unit: Literal["number", "percent", "bytes"] = "number"
     growth: bool = False
     plotted: bool = False
+    main: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -180,3 +184,18 @@ def mean_summary(records: ByTask, *, maximum: int = 100, digits: int = 2) -> Sum
             tasks[name] = round(maximum * sum(scores) / len(scores), digits)
     average = round(sum(tasks.values()) / len(tasks), digits) if tasks else None
     return Summary(tasks=tasks, average=average)
+
+
+def title_and_notes(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
+    """The title of a result with all these systems, and its notes.
+
+    If systems have different titles, the longest is used, since it names the departures from the benchmark.
+
+    Args:
+        summaries: one for each system's name.
+    """
+    notes = list(dict.fromkeys(note for summary in summaries.values() for note in summary.notes))
+    titles = {summary.title for summary in summaries.values()}
+    if len(titles) > 1:
+        notes += [f"{name} alone: {summary.title}" for name, summary in summaries.items()]
+    return max(sorted(titles), key=len), notes

@@ -48,6 +48,11 @@ class WithExamples:
         """The examples in order; for a benchmark, in the published order."""
         return iter(self.rows)
 
+    @property
+    def generating(self) -> Task | None:
+        """The task whose answers are decoded where speed is timed; None if it decodes nothing."""
+        return None
+
     def serves(self, system: System) -> bool:
         """True if a system is run on this task; other systems have no records of it."""
         return True
@@ -102,6 +107,11 @@ class Task(WithExamples):
     facets_of: Callable[[Example], dict[str, Facet]] = lambda example: {}
     expected: Callable[[Example], Sequence[str]] = lambda example: ()
     temperature: float | None = None
+
+    @property
+    def generating(self) -> Task | None:
+        """The task itself."""
+        return self
 
     def sampling(self, usual: Sampling) -> Sampling:
         """The sampling settings of its answers; only the temperature can differ from the run's."""
@@ -227,6 +237,11 @@ class Measured(WithExamples, ABC):
     Args:
         name: the task's name.
         rows: the examples, in a fixed order.
+    """
+
+    one_prefill = False
+    """True if `measure` prefills its examples' contexts once, all together: an evictor's importance scores
+    then serve all budgets.
     """
 
     def size(self, example: Example) -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 JOBS: dict[str, tuple[str, str]] = {
     "prepare": ("longtrain.jobs.prepare", "turn manifests or your own files into tokenised, packed data"),
+    "answers": (
+        "longtrain.jobs.answers",
+        "have the target answer prompts from any data: conversations to train on",
+    ),
     "train": ("longtrain.jobs.train", "train a module against a frozen target (also without any job word)"),
     "export": (
         "longtrain.jobs.export",
@@ -43,6 +47,7 @@ SHARED = ("train",)
 
 CONFIGURED = {
     "prepare": "{run_dir}/prepare/config.yaml",
+    "answers": "{run_dir}/answers/config.yaml",
     "train": "{run_dir}/train/config.yaml",
     "eval": "{run_dir}/eval/{suite}/config.yaml",
 }
@@ -51,6 +56,7 @@ CONFIGURED = {
 KEPT = {
     "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
     "same command goes on",
+    "answers": "finished answers are kept in {run_dir}/answers/rows; the same command goes on",
     "train": "the last checkpoint, if one was saved yet, is in {run_dir}/train/checkpoints; the same command "
     "goes on from it",
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from longtrain.tables import print_lines
 
 if TYPE_CHECKING:
     from longtrain.bench.suites import Bench, Context, HeldOutWanted
-    from longtrain.config import RunConfig
+    from longtrain.config import RunConfig, TargetConfig
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -74,29 +76,30 @@ def context_of(cfg: RunConfig) -> Context:
         seed=cfg.seed,
         dtype=cfg.target.dtype,
         method=cfg.method.values if cfg.method else None,
-        artifact=_one_artifact(cfg),
+        artifact=_one_artifact(cfg.artifacts),
         reading=cfg.select if budget is None else {"budget_tokens": budget, **cfg.select},
         home=cfg.home,
         sampling=cfg.sampling,
-        target_shape=lambda: _target_shape(cfg),
+        target_shape=partial(_target_shape, cfg.target),
         drafting=cfg.decode.drafting,
-        load_target=lambda path: load_target(cfg, path=path),
+        lookup=cfg.decode.lookup or "off",
+        load_target=lambda path: load_target(cfg.target, seed=cfg.seed, path=path),
         held_out=_held_out,
     )
 
 
-def _one_artifact(cfg: RunConfig) -> str | None:
+def _one_artifact(names: Sequence[str]) -> str | None:
     """The artifact to measure, or None if none is named.
 
     Raises:
         ConfigError: several artifacts are named.
     """
-    if len(cfg.artifacts) > 1:
-        raise ConfigError(f"artifact=[{','.join(cfg.artifacts)}]; bench measures one of them at a time")
-    return cfg.artifacts[0] if cfg.artifacts else None
+    if len(names) > 1:
+        raise ConfigError(f"artifact=[{','.join(names)}]; bench measures one of them at a time")
+    return names[0] if names else None
 
 
-def _target_shape(cfg: RunConfig) -> str | dict[str, Any] | None:
+def _target_shape(asked: TargetConfig) -> str | dict[str, Any] | None:
     """The shape of the target: the name of a published shape, or the keys of its config.json.
 
     Raises:
@@ -106,16 +109,16 @@ def _target_shape(cfg: RunConfig) -> str | dict[str, Any] | None:
     from longtrain.jobs.planning.target_shape import config_file, target_shape
     from longtrain.targets.shapes import SHAPES
 
-    if not (cfg.target.path or cfg.target.shape):
+    if not (asked.path or asked.shape):
         return None
-    size = Sizes.of(target_shape(cfg.target)[0])
+    size = Sizes.of(target_shape(asked)[0])
     for name, keys in SHAPES.items():
         if Sizes.of_keys(keys) == size:
             return name
-    if (file := config_file(str(cfg.target.path or ""))) is not None:
+    if (file := config_file(str(asked.path or ""))) is not None:
         return dict(read_json(file))
     raise ConfigError(
-        f"target.path={cfg.target.path} is not on this machine, and the suite builds a random model of its "
+        f"target.path={asked.path} is not on this machine, and the suite builds a random model of its "
         f"config.json; pass a folder, or suite.shape= with one of: {', '.join(SHAPES)}"
     )
 

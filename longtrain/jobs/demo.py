@@ -45,8 +45,8 @@ def run(cfg: RunConfig) -> None:
     budget = convert(cfg.evict.budget_tokens, Count, "evict.budget_tokens")
     count = cfg.decode.max_new_tokens
     names = cfg.artifacts
-    artifacts = [load_artifact(name, cfg) for name in names]
-    target = load_target(cfg, path=artifacts[0].target.name if artifacts else None)
+    artifacts = [load_artifact(name, cfg.artifact_source) for name in names]
+    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
     draft, evictors = _parts(target, artifacts, budget)
     ids = target.encode(prompt, chat=bool(target.require_tokenizer().chat_template))
     screen = DemoScreen(target)

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from longtrain.config import RunConfig
 from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
 from longtrain.progress import Progress
@@ -25,28 +24,31 @@ Tell = Callable[[Mapping[str, Any]], None]
 """Callback by which a part reports its work (`total`, `before`) and progress (`what`, `done`) to the parent
 process.
 """
-Work = Callable[[RunConfig, int, Tell, Callable[[], bool]], None]
-"""Runs a part: (configuration, its number, progress callback, function that returns True to stop)."""
+Work = Callable[[int, Tell, Callable[[], bool]], None]
+"""Runs a part: (its number, progress callback, function that returns True to stop)."""
 
 
-def run_all(work: Work, cfg: RunConfig, shards: int, folder: Path) -> None:
+def run_all(work: Work, shards: int, *, logs: Path, device: str) -> None:
     """Start every part on this machine and wait until all are done.
 
     If one fails, the others finish their current examples and stop; the same happens at SIGTERM and Ctrl-C.
 
     Args:
-        work: the function that runs a part; must be importable in another process.
-        cfg: the configuration.
+        work: runs a part; it is pickled for the part's process.
         shards: the number of parts.
-        folder: the folder for the logs of the parts.
+        logs: the folder for the logs of the parts.
+        device: the torch device that the parts run on; on CUDA each gets a GPU of its own.
 
     Raises:
         LongtrainError: a part failed, or was stopped; finished examples stay in the journal.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    log.info("parts=%d logs=%s", shards, folder / "part-*.log")
+    logs.mkdir(parents=True, exist_ok=True)
+    log.info("parts=%d logs=%s", shards, logs / "part-*.log")
     with Progress(0, 0) as bar, stopping() as asked:
-        parts = [_Part(work, cfg, number, shards, folder) for number in range(shards)]
+        parts = []
+        for number in range(shards):
+            with environment(number, shards, device):
+                parts.append(_Part(work, number, logs))
         try:
             while running := {part.messages: part for part in parts if part.running}:
                 if asked() or any(part.failed for part in parts):
@@ -67,14 +69,13 @@ def run_all(work: Work, cfg: RunConfig, shards: int, folder: Path) -> None:
 class _Part:
     """One part in its own process, which reports progress through a pipe."""
 
-    def __init__(self, work: Work, cfg: RunConfig, number: int, shards: int, folder: Path) -> None:
+    def __init__(self, work: Work, number: int, logs: Path) -> None:
         self.number, self.running, self.asked, self.error = number, True, False, ""
-        self.log = folder / f"part-{number}.log"
+        self.log = logs / f"part-{number}.log"
         fresh = multiprocessing.get_context("spawn")
         self.messages, sender = fresh.Pipe(duplex=False)
-        self.process = fresh.Process(target=_begin, args=(work, cfg.values, number, sender, self.log))
-        with environment(number, shards, cfg.target.device_here()):
-            self.process.start()
+        self.process = fresh.Process(target=_begin, args=(work, number, sender, self.log))
+        self.process.start()
         sender.close()  # our copy, so that the pipe ends with the process
 
     @property
@@ -113,7 +114,7 @@ class _Part:
         return f"{ended}; {lines[-1] if lines else 'no output'} ({self.log})"
 
 
-def _begin(work: Work, values: Mapping[str, Any], number: int, pipe: Connection, path: Path) -> None:
+def _begin(work: Work, number: int, pipe: Connection, path: Path) -> None:
     """Entry point of a part's process: redirects its output to the log and reports errors through
     the pipe.
     """
@@ -124,7 +125,7 @@ def _begin(work: Work, values: Mapping[str, Any], number: int, pipe: Connection,
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         with stopping() as asked:
-            work(RunConfig(values), number, pipe.send, asked)
+            work(number, pipe.send, asked)
     except LongtrainError as error:
         pipe.send({"error": str(error)})
         log.error("%s", error)

@@ -110,7 +110,9 @@ def run(cfg: RunConfig) -> None:
         artifact_kind(place).refuse_other(place)
     if form is not None and single:
         formats.check(spec.name, form, config, None)
-    target = load_target(cfg, path=(settings.get("target") or {}).get("path"), fuse=False)
+    target = load_target(
+        cfg.target, seed=cfg.seed, path=(settings.get("target") or {}).get("path"), fuse=False
+    )
     _same_target(saved, target)
     if form is not None and single:
         formats.check(spec.name, form, config, target.info)

@@ -11,7 +11,7 @@ from longtrain.jobs.setup import load_target
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.config import RunConfig
+    from longtrain.config import TargetConfig
     from longtrain.features.forms import Form
     from longtrain.features.settings import FeatureSettings
     from longtrain.features.shards import FeatureFiles
@@ -48,16 +48,22 @@ def check_filled(settings: FeatureSettings) -> None:
         raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
 
 
-def load_for_training(cfg: RunConfig, *, device: str) -> Target:
+def load_for_training(asked: TargetConfig, settings: FeatureSettings, *, seed: int, device: str) -> Target:
     """Load the target, without its layers if all features are stored.
+
+    Args:
+        asked: the group `target`.
+        settings: the group `features`.
+        seed: the seed of random weights.
+        device: the device of this rank.
 
     Raises:
         ConfigError: no target is chosen, or no features are stored.
     """
-    offline = cfg.features.mode == "offline" and bool(cfg.target.path)
+    offline = settings.mode == "offline" and bool(asked.path)
     if offline:
-        check_filled(cfg.features)
-    return load_target(cfg, device=device, fuse=not offline, training=True, layers=not offline)
+        check_filled(settings)
+    return load_target(asked, seed=seed, device=device, fuse=not offline, training=True, layers=not offline)
 
 
 @dataclass

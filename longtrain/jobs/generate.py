@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from longtrain.targets.tokenizer import GrowingText, chats
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.cache.entry_sets import ReadBudget
-    from longtrain.config import GenerateKeys, RunConfig
+    from longtrain.config import EvictConfig, GenerateKeys, RunConfig
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
     from longtrain.systems import Entry
@@ -49,11 +49,13 @@ def run(cfg: RunConfig) -> None:
 
     asked, decode, sampling = cfg.generate, cfg.decode, cfg.sampling
     prompt, entry = _prompt(asked), entry_of(cfg)
-    artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
-    target = load_target(cfg, path=artifacts[0].target.name if artifacts else None)
+    artifacts = [load_artifact(name, cfg.artifact_source) for name in entry.artifacts]
+    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
     chat = _chat(asked, target)
     ids = target.encode(prompt, chat=chat)
-    parts = parts_of(cfg, target, entry, artifacts)
+    parts = parts_of(
+        target, entry, artifacts, evict=cfg.evict, select=cfg.select, lookup=cfg.decode.lookup or "auto"
+    )
     colour = asked.color and sys.stdout.isatty()
     writer = TextWriter(target, colour=colour, stop=asked.stop, ends=target.info.eos_ids)
     if colour:
@@ -116,6 +118,8 @@ def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> s
     ]
     if any(cycle.drafted for cycle in stats.cycles()):
         parts.append(f"acceptance length τ {stats.tau:.2f}, accepted {stats.acceptance_rate:.0%} of drafted")
+        if stats.copied_share > 0:
+            parts.append(f"{stats.copied_share:.0%} of accepted copied by look-up")
     if len(stats.shapes) > 1:
         used = sorted(stats.shapes.items(), key=lambda pair: (len(pair[0]), pair[0]))
         parts.append("cycles " + ", ".join(f"{_named(widths)} {count}" for widths, count in used))
@@ -141,10 +145,14 @@ def _read(budget: ReadBudget) -> str:
 
 
 def _named(widths: Sequence[int]) -> str:
-    """The name of a draft's shape: `plain`, `chain-4`, `4-8-8`."""
-    if set(widths) == {1}:
-        return f"chain-{len(widths)}"
-    return "-".join(map(str, widths)) or "plain"
+    """The name of a draft's shape: `plain`, `chain-4`, `4-8-8`, `look-up-15`, `chain-4+look-up-11`."""
+    drafted = [width for width in widths if width]
+    copied = len(widths) - len(drafted)
+    names = (
+        [f"chain-{len(drafted)}" if set(drafted) == {1} else "-".join(map(str, drafted))] if drafted else []
+    )
+    names += [f"look-up-{copied}"] if copied else []
+    return "+".join(names) or "plain"
 
 
 def entry_of(cfg: RunConfig) -> Entry:
@@ -180,10 +188,29 @@ def entry_of(cfg: RunConfig) -> Entry:
     return parse(typed | cfg.select)
 
 
-def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
+def parts_of(
+    target: Target,
+    entry: Entry,
+    artifacts: Sequence[Artifact],
+    *,
+    evict: EvictConfig,
+    select: Mapping[str, Any],
+    lookup: str,
+) -> Parts:
     """Build the engine's parts from the entry; a budget without an evictor is refused.
 
     An eviction artifact without a budget gets `KEPT`, and a line reports it.
+
+    Args:
+        target: the frozen model.
+        entry: what decodes (`entry_of`).
+        artifacts: the entry's artifacts, in their order.
+        evict: the group `evict`, with the budget.
+        select: the keys of `select` that are set.
+        lookup: the key `decode.lookup`.
+
+    Raises:
+        ConfigError: a budget or a key that nothing takes.
     """
     from longtrain import methods
     from longtrain.artifact import Artifact
@@ -192,7 +219,7 @@ def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[A
     from longtrain.systems import Builder
     from longtrain.systems.system import BUDGET_KEYS
 
-    tokens, ratio = cfg.evict.budget_tokens, cfg.evict.budget_ratio
+    tokens, ratio = evict.budget_tokens, evict.budget_ratio
     names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
     taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
@@ -203,7 +230,8 @@ def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[A
             tokens = KEPT
             _aside(f"evict.budget_tokens={KEPT}, since none is given: KV entries kept of each layer and head")
     budgets = [Budget(tokens, ratio)] if evicts else []
-    parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
+    builder = Builder(target, budgets=budgets, shapes=(), load=Artifact.load, lookup=lookup)
+    parts = builder.parts(entry, artifacts)
     if parts.evictor is parts.selector is None and (tokens, ratio) != (None, None):
         raise ConfigError(
             f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts or "
@@ -211,7 +239,7 @@ def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[A
         )
     selects = parts.selector is not None
     own, other = ("select", "evict") if selects else ("evict", "select")
-    window = (cfg.evict.options if selects else cfg.select).get("window")
+    window = (evict.options if selects else select).get("window")
     both = selects and entry.policy is not None  # the engine refuses these at any window
     if "window" in taken and not both and window is not None:
         raise ConfigError(
@@ -219,7 +247,7 @@ def parts_of(cfg: RunConfig, target: Target, entry: Entry, artifacts: Sequence[A
             f"{own}.window={window}"
         )
     if idle := [key for key in entry.options if key not in taken]:
-        group = "select" if idle[0] in cfg.select else "evict"
+        group = "select" if idle[0] in select else "evict"
         raise ConfigError(
             f"{group}.{idle[0]}={entry.options[idle[0]]} and nothing that takes it; pass the artifact of a "
             "method that does, or for a policy evict=adakv evict.over=snapkv, say"

@@ -37,14 +37,14 @@ def with_wandb_id(cfg: RunConfig, folder: Path, *, anew: bool) -> RunConfig:
     return cfg.having(logger={**cfg.loggers, "wandb": known})
 
 
-def check(cfg: RunConfig) -> None:
-    """Refuse a logger whose package is not installed.
+def check(asked: Mapping[str, Any]) -> None:
+    """Refuse a logger of the group `logger` whose package is not installed.
 
     Raises:
         ConfigError: a package is missing; the message says what to install.
     """
     for name, packages in LOGGER_PACKAGES.items():
-        if cfg.loggers.get(name) is not None and not any(map(find_spec, packages)):
+        if asked.get(name) is not None and not any(map(find_spec, packages)):
             raise ConfigError(
                 f"logger={name} needs the package {packages[0]}; run: pip install 'longtrain[{name}]', or "
                 "pass logger=csv"

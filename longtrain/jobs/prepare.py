@@ -48,17 +48,22 @@ def run(cfg: RunConfig) -> None:
             f"'{config.name}' has none; leave shards and shard out"
         )
     if config.asks_target:
-        target = load_target(cfg)
+        target = load_target(cfg.target, seed=cfg.seed)
         tokenizer = target.tokenizer
-        if part is not None and (missing := _write_part(cfg, config, target, part)):
+        if part is not None and (missing := _write_part(config, target, part, home=cfg.home)):
             log.info("part=%d of %d done; other parts lack answers=%d", *part, missing)
             return
-        folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
+        context = target.info.max_positions
+        folder = ensure_prepared(config, tokenizer, home=cfg.home, context_tokens=context, target=target)
     else:
         where = _target_path(cfg)
         tokenizer, context_tokens = read_tokenizer(where, **cfg.target.overrides)
         folder = ensure_prepared(
-            cfg, tokenizer, context_tokens=context_tokens, vocab_size=embedded_tokens(where)
+            config,
+            tokenizer,
+            home=cfg.home,
+            context_tokens=context_tokens,
+            vocab_size=embedded_tokens(where),
         )
     facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
     provenance.write(cfg.run_dir / "prepare", cfg.values, data=facts)
@@ -76,28 +81,29 @@ def check(cfg: RunConfig) -> None:
 
 
 def ensure_prepared(
-    cfg: RunConfig,
+    config: DataConfig,
     tokenizer: Any,
     *,
+    home: Path,
     context_tokens: int | None = None,
     vocab_size: int | None = None,
     target: Target | None = None,
 ) -> Path:
-    """Return the prepared folder of `cfg.data`, preparing it first if it is missing or out of date.
+    """Return the prepared folder of the group `data`, preparing it first if it is missing or out of date.
 
     Args:
-        cfg: the configuration.
+        config: the group `data`.
         tokenizer: the target's.
+        home: the folder that holds `data`.
         context_tokens: the target's context length; longer documents are handled according to
             `data.long_documents`.
         vocab_size: number of the target's embeddings; None: that of `target`, or of the tokenizer.
         target: generates the answers if `data.answers=target`.
 
     Raises:
-        ConfigError: no data is chosen, or the target has no tokenizer.
+        ConfigError: the target has no tokenizer.
         DataError: see `longtrain.data.packing.prepare.prepare`.
     """
-    config = cfg.data
     if tokenizer is None:
         raise ConfigError(NO_TOKENIZER)
     author = None
@@ -108,7 +114,7 @@ def ensure_prepared(
     return prepare(
         config,
         tokenizer,
-        home=cfg.home,
+        home=home,
         context_tokens=context_tokens,
         vocab_size=vocab_size if target is None else target.info.vocab_size,
         generate=generate,
@@ -143,7 +149,7 @@ def marked(sample: Text) -> str:
     return "".join([*parts, sample.plain[done:], CLOSE if inside else ""])
 
 
-def _write_part(cfg: RunConfig, config: DataConfig, target: Target, part: Part) -> int:
+def _write_part(config: DataConfig, target: Target, part: Part, *, home: Path) -> int:
     """Generate one part of the answers; returns the number of missing answers of the other parts."""
     if target.tokenizer is None:
         raise ConfigError(NO_TOKENIZER)
@@ -151,7 +157,7 @@ def _write_part(cfg: RunConfig, config: DataConfig, target: Target, part: Part) 
         config,
         target.tokenizer,
         part,
-        home=cfg.home,
+        home=home,
         generate=_writer(config, target),
         author=_author(target),
         context_tokens=target.info.max_positions,

@@ -1,21 +1,19 @@
-"""Shared by several jobs: loading the target, the artifacts and the systems that a configuration names."""
+"""Shared by several jobs: loading the target and the artifacts that a configuration names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError
 from longtrain.settings import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
     from longtrain.artifact import Artifact
-    from longtrain.config import RunConfig
-    from longtrain.systems import Entry
+    from longtrain.config import ArtifactSource, TargetConfig
     from longtrain.targets.model import Target
 
 
@@ -26,18 +24,20 @@ NO_CUDA = (
 
 
 def load_target(
-    cfg: RunConfig,
+    asked: TargetConfig,
     *,
+    seed: int,
     device: str | None = None,
     path: str | None = None,
     fuse: bool = True,
     training: bool = False,
     layers: bool = True,
 ) -> Target:
-    """Load the frozen target named by `cfg.target`.
+    """Load the frozen target of the group `target`.
 
     Args:
-        cfg: the configuration.
+        asked: the group `target`.
+        seed: the seed of random weights (`target.weights=random`).
         device: the device to put it on, instead of `target.device`.
         path: the target to load if `target.path` is not set (for example, the one an artifact was trained
             for).
@@ -50,13 +50,12 @@ def load_target(
     """
     from longtrain.targets import loading
 
-    asked = cfg.target
     target = loading.load_target(
         asked.required_path(path),
         dtype=asked.dtype,
         device=device or asked.device_here(),
         weights=asked.weights,
-        seed=cfg.seed,
+        seed=seed,
         shard=asked.shard if training else None,
         layers=layers,
         **asked.overrides,
@@ -66,68 +65,18 @@ def load_target(
     return target.fuse() if fuse and fused else target
 
 
-def load_artifact(name: str, cfg: RunConfig) -> Artifact:
-    """Load an artifact, or another tool's folder in its place, following `home`, `trained_by` and
-    `unverified`.
+def load_artifact(name: str, source: ArtifactSource) -> Artifact:
+    """Load an artifact, or another tool's folder in its place.
 
-    With `unverified`, a failed check is recorded in `Artifact.verified` instead of raised, now and when it is
-    attached.
+    With `source.unverified`, a failed check is recorded in `Artifact.verified` instead of raised, now and
+    when it is attached.
 
     Raises:
         ArtifactError: it does not exist, or is damaged.
     """
     from longtrain.artifact import Artifact
 
-    return Artifact.load(name, home=cfg.home, trained_by=cfg.trained_by, unverified=cfg.unverified)
-
-
-def systems_of(cfg: RunConfig) -> tuple[list[Entry], dict[str, Artifact]]:
-    """The entries of `suite.systems`, with `artifact=` and an untrained `method=` before them.
-
-    Returns:
-        The entries, and all artifacts that they name.
-
-    Raises:
-        ConfigError: an entry is wrong.
-        ArtifactError: an artifact does not exist, or is damaged.
-    """
-    from longtrain.systems.system import check_methods, parse, parse_all
-
-    named = [parse({"artifact": name}) for name in cfg.artifacts]
-    if cfg.method is not None and cfg.method.spec.objective is None and not named:
-        named.append(parse({"method": dict(cfg.method.values)}))
-    listed = parse_all(cfg.suite.systems or [])
-    check_methods(listed)
-    wanted = dict.fromkeys(name for entry in [*named, *listed] for name in entry.artifacts)
-    artifacts = {name: load_artifact(name, cfg) for name in wanted}
-    if cfg.select:
-        named = _choosing(named, cfg.select, artifacts)
-    return [*named, *(entry for entry in listed if entry not in named)], artifacts
-
-
-def _choosing(
-    entries: Sequence[Entry], chosen: Mapping[str, Any], artifacts: Mapping[str, Artifact]
-) -> list[Entry]:
-    """Apply the keys of `select` to the entries with a selector.
-
-    Raises:
-        ConfigError: no entry has a selector.
-    """
-    from longtrain import methods
-
-    def chooses(entry: Entry) -> bool:
-        name = entry.method.name if entry.method else artifacts[entry.artifacts[0]].method
-        return "every" in methods.get(name).inference_keys
-
-    if not any(map(chooses, entries)):
-        key, value = next(iter(chosen.items()))
-        raise ConfigError(
-            f"select.{key}={value} and neither artifact= nor method= selects entries; systems in "
-            f"suite.systems have it as a key: {{artifact: NAME, {key}: {value}}}"
-        )
-    return [
-        replace(entry, options={**entry.options, **chosen}) if chooses(entry) else entry for entry in entries
-    ]
+    return Artifact.load(name, home=source.home, trained_by=source.trained_by, unverified=source.unverified)
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], where: str, advice: str) -> None:

@@ -22,7 +22,7 @@ from longtrain.targets.info import check_supported
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from longtrain.config import MethodChoice, RunConfig
+    from longtrain.config import ArtifactSource, MethodChoice, RunConfig
     from longtrain.methods.spec import DataRun, Objective
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
@@ -45,15 +45,15 @@ def run(cfg: RunConfig) -> None:
     """
     from longtrain.training import ranks
 
-    with train_lock.held(cfg) as alone:
+    with train_lock.held(cfg.run_dir) as alone:
         method, loop = _checked(cfg)
         cfg = loggers.with_wandb_id(cfg, folder_of(cfg), anew=cfg.resume == "never" and alone)
         trainer = _trainer(cfg, loop)
-        ranks.share(trainer, lambda: train_lock.refuse_second(cfg, alone))
+        ranks.share(trainer, lambda: train_lock.refuse_second(cfg.name, cfg.run_dir, alone))
         plan = RunPlan(cfg, devices=trainer.num_devices, nodes=trainer.num_nodes)
         plan.refuse_lack(trainer.strategy.root_device)
         target = _target(cfg, method, trainer)
-        data = _data(cfg, method, trainer, loop.spread(trainer.world_size), target)
+        data = _data(cfg, method, trainer, target)
         module, facts = _module(cfg, method, target, data)
         named = (facts["data"]["name"], data.sha256)
         stored = features.stored(cfg.features, target, data=named, rank=trainer.global_rank)
@@ -87,7 +87,9 @@ def _target(cfg: RunConfig, method: MethodChoice, trainer: Any) -> Target | None
     """The frozen target, or None for a method that trains a target."""
     if method.spec.export is not None:
         return None
-    target = features.load_for_training(cfg, device=str(trainer.strategy.root_device))
+    target = features.load_for_training(
+        cfg.target, cfg.features, seed=cfg.seed, device=str(trainer.strategy.root_device)
+    )
     if method.spec.check_target is not None:
         method.spec.check_target(method.settings, target.info)
     return target
@@ -99,7 +101,10 @@ def _module(
     """The module with its initial weights, and the facts that a resumed run must share."""
     info = None if target is None else target.info
     module = method.spec.build(method.settings, info)
-    facts = {**_facts(cfg, method, info, data), **_load_init(cfg, method, module, target)}
+    facts = {
+        **_facts(cfg, method, info, data),
+        **_load_init(cfg.init, cfg.artifact_source, method, module, target),
+    }
     if method.spec.from_data is not None and info is not None and facts["init"] is None:
         facts["data"] |= method.spec.from_data(module, method.settings, info, data.data)
     return module, facts
@@ -219,7 +224,7 @@ def check(cfg: RunConfig) -> None:
     import torch
 
     method, loop = _checked(cfg)
-    loggers.check(cfg)
+    loggers.check(cfg.loggers)
     plan, asked, spec = RunPlan(cfg), cfg.target, method.spec
     if spec.export is None and asked.path and (file := config_file(asked.path)):
         check_supported(read_config(file.parent), asked.path, max_positions=asked.max_positions)
@@ -270,7 +275,7 @@ def _checked(cfg: RunConfig) -> tuple[MethodChoice, LoopConfig]:
     return method, replace(loop, **built).resolved()
 
 
-def _data(cfg: RunConfig, method: MethodChoice, trainer: Any, loop: LoopConfig, target: Target | None) -> Any:
+def _data(cfg: RunConfig, method: MethodChoice, trainer: Any, target: Target | None) -> Any:
     """The data module: the method's own data, or documents, prepared now if they are missing or
     out of date.
     """
@@ -279,8 +284,8 @@ def _data(cfg: RunConfig, method: MethodChoice, trainer: Any, loop: LoopConfig, 
 
     about = DataRun(
         home=cfg.home,
-        max_steps=loop.max_steps,
-        accumulate=loop.accumulate_grad_batches,
+        max_steps=cfg.trainer.max_steps,
+        accumulate=trainer.accumulate_grad_batches,
         world=trainer.world_size,
         rank=trainer.global_rank,
         seed=cfg.seed,
@@ -308,7 +313,7 @@ def _documents(cfg: RunConfig, about: DataRun, target: Target | None) -> Any:
     tokenizer = target.tokenizer if target is not None else None
     context = target.info.max_positions if target is not None else None
     return DataModule(
-        ensure_prepared(cfg, tokenizer, context_tokens=context, target=target),
+        ensure_prepared(cfg.data, tokenizer, home=cfg.home, context_tokens=context, target=target),
         cfg.data,
         accumulate=about.accumulate,
         seed=about.seed,
@@ -337,15 +342,15 @@ def _max_steps(asked: int | None, planned: int | None) -> int:
 
 
 def _load_init(
-    cfg: RunConfig, method: MethodChoice, module: nn.Module, target: Target | None
+    init: str | None, source: ArtifactSource, method: MethodChoice, module: nn.Module, target: Target | None
 ) -> dict[str, Any]:
-    """Load initial weights from the artifact `cfg.init`, if set; returns facts about it for the run."""
-    if not cfg.init:
+    """Load initial weights from the artifact `init`, if one is named; returns facts about it for the run."""
+    if not init:
         return {"init": None}
-    artifact, begins = load_artifact(cfg.init, cfg), method.spec.begins
+    artifact, begins = load_artifact(init, source), method.spec.begins
     if artifact.method != method.name and artifact.method not in begins:
         raise ConfigError(
-            f"init={cfg.init} was trained by method={artifact.method}, this run is method={method.name}"
+            f"init={init} was trained by method={artifact.method}, this run is method={method.name}"
         )
     if target is not None:
         artifact.target.check(target.info)
@@ -354,9 +359,9 @@ def _load_init(
     if artifact.method != method.name:
         tensors = begins[artifact.method](method.settings, tensors, artifact.config)
         tensors = {**module.state_dict(), **tensors}
-    load_tensors(module, tensors, f"init={cfg.init}", advice)
-    log.info("init=%s", cfg.init)
-    return {"init": {"artifact": cfg.init, "step": artifact.provenance.get("step")}}
+    load_tensors(module, tensors, f"init={init}", advice)
+    log.info("init=%s", init)
+    return {"init": {"artifact": init, "step": artifact.provenance.get("step")}}
 
 
 def _facts(cfg: RunConfig, method: MethodChoice, info: TargetInfo | None, data: Any) -> dict[str, Any]:

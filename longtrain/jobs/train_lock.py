@@ -5,42 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import on_first_rank
 
-if TYPE_CHECKING:
-    from longtrain.config import RunConfig
+LOCK = ".train.lock"
+"""The lock file in a run's folder."""
 
 
 @contextmanager
-def held(cfg: RunConfig) -> Iterator[bool]:
-    """Context manager: hold the run's lock on rank 0; yields False if another process holds it."""
+def held(run_dir: Path) -> Iterator[bool]:
+    """Context manager: hold a run's lock on rank 0; yields False if another process holds it."""
     if not on_first_rank():
         yield True
         return
-    with files.lock(_file(cfg)) as alone:
+    with files.lock(run_dir / LOCK) as alone:
         yield alone
 
 
-def refuse_running(cfg: RunConfig) -> None:
+def refuse_running(name: str, run_dir: Path) -> None:
     """Refuse to train a run that another process is training now; creates and loads nothing.
 
     Raises:
         ConfigError: another process is training it.
     """
-    if on_first_rank() and _file(cfg).exists():
-        with files.lock(_file(cfg)) as alone:
-            refuse_second(cfg, alone)
+    if on_first_rank() and (run_dir / LOCK).exists():
+        with files.lock(run_dir / LOCK) as alone:
+            refuse_second(name, run_dir, alone)
 
 
-def refuse_second(cfg: RunConfig, alone: bool) -> None:
+def refuse_second(name: str, run_dir: Path, alone: bool) -> None:
     """Refuse to train a run that another process is training.
 
     Args:
-        cfg: the configuration.
+        name: the name of the run.
+        run_dir: its folder.
         alone: the value yielded by `held`.
 
     Raises:
@@ -48,11 +48,5 @@ def refuse_second(cfg: RunConfig, alone: bool) -> None:
     """
     if not alone:
         raise ConfigError(
-            f"name={cfg.name} is being trained by another process ({cfg.run_dir}); wait for it, or pass "
-            "name=OTHER"
+            f"name={name} is being trained by another process ({run_dir}); wait for it, or pass name=OTHER"
         )
-
-
-def _file(cfg: RunConfig) -> Path:
-    """The lock file of a run."""
-    return cfg.run_dir / ".train.lock"

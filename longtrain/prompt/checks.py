@@ -276,7 +276,7 @@ def _inspected(cfg: RunConfig) -> None:
 
 
 def _alone(cfg: RunConfig) -> None:
-    train_lock.refuse_running(cfg)
+    train_lock.refuse_running(cfg.name, cfg.run_dir)
 
 
 def _replaceable(cfg: RunConfig) -> None:
@@ -305,6 +305,7 @@ def _apart(cfg: RunConfig) -> None:
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
+    "answers": (_data, _decode),
     "train": (_alone, _trained, _training, _begins, _cuda, _resume, _data, word_checks.staged),
     "export": (_method, word_checks.exported, _apart),
     "eval": (suite_checks.evaluated, _method, _decode),

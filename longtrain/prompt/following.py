@@ -144,7 +144,7 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
         data.name = f"{data.name}_bundled"
     if set(jobs).isdisjoint(READ_DATA):
         return None
-    keys = [f"data.{key}" for key in ("books", "code", "instruct") if key in data]
+    keys = [f"data.{key}" for key in ("books", "code", "instruct", "answered") if key in data]
     return (
         f"{', '.join(keys)} name no files, so the five novels that ship with longtrain are used "
         f"(data.books={SHIPPED}, 1.7 MB), which is enough to try the commands and little to learn from; "

@@ -6,6 +6,7 @@ _TRAINED = ("target", "method", "data", "optim", "trainer", "features", "logger"
 _DECODED = ("target", "method", "evict", "decode")
 GROUPS: dict[str, tuple[str, ...]] = {
     "prepare": ("target", "data"),
+    "answers": ("target", "data", "decode"),
     "train": _TRAINED,
     "export": ("target", "method"),
     "eval": (*_DECODED, "suite"),
@@ -20,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Job -> the groups that it reads."""
 EXAMPLES: dict[str, str] = {
     "prepare": "longtrain prepare target=tiny data=excerpt show=1",
+    "answers": "longtrain answers target=tiny data=excerpt decode.max_new_tokens=32 prompts=2",
     "train": "longtrain train +recipe=quickstart trainer.max_steps=20",
     "export": "longtrain export +recipe=quickstart",
     "generate": 'longtrain generate target=tiny artifact=tiny_longspec prompt="It was a dark night"',

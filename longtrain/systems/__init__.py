@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longtrain.systems.build import Builder
+from longtrain.systems.build import Builder, with_lookup
 from longtrain.systems.system import (
     DRAFT,
     EVICTOR,
@@ -26,4 +26,5 @@ __all__ = [
     "budget_label",
     "parse",
     "shape_name",
+    "with_lookup",
 ]

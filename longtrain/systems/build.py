@@ -14,14 +14,16 @@ import torch
 from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.cache.named import options_of
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, Evictor
-from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, completed
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.methods.named import Named, in_words
+from longtrain.methods.prompt_lookup.joined import with_lookup
 from longtrain.methods.target_cache import named_cache
-from longtrain.settings import wrong
+from longtrain.settings import AUTO, wrong
 from longtrain.systems.system import (
     ARTIFACT,
     BUDGET_KEYS,
@@ -66,6 +68,7 @@ class Builder:
         greedy: True if every answer is decoded greedily; a sampled answer equals plain decoding's only if
             drafts are chosen deterministically.
         shape_of: makes a shape from the widths that an entry names.
+        lookup: look-up beside the drafts of entries that do not say it themselves: off, auto or only.
         random_seed: seed of random weights for methods that would have to be trained; None: such methods
             are refused.
     """
@@ -76,6 +79,7 @@ class Builder:
     load: Callable[[str], Artifact]
     greedy: bool = True
     shape_of: Callable[[Sequence[int]], TreeShape] = _argmax_shape
+    lookup: str = "off"
     random_seed: int | None = None
     _attached: dict[str, Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Parts built so far, which systems with equal settings share."""
@@ -143,14 +147,16 @@ class Builder:
         return list(self._at_budgets(plain, EVICTOR, partial(_made, make)))
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
-        same = self.greedy or system.shape.children is ChildChoice.POINT
+        shape = system.shape
+        points = isinstance(shape, TreeShape) and shape.children is ChildChoice.POINT
+        same = self.greedy or points
         return without_draft(system, systems) if same else None
 
     def _policies(self, entry: Entry, roles: Collection[str], taker: str) -> list[System]:
         assert entry.policy is not None
         policy, name = entry.policy, entry.called()
-        if entry.shapes or entry.options:
-            word = "drafted" if entry.shapes else next(iter(entry.options))
+        if entry.shapes or entry.auto or entry.options:
+            word = "drafted" if entry.shapes or entry.auto else next(iter(entry.options))
             raise ConfigError(
                 f"{KEY} entry of policy {name} has {word}, and a policy alone takes no such key"
             )
@@ -171,7 +177,7 @@ class Builder:
                 check_role(family, role, roles, taker, method=facts.get("method", {}))
         count = len(loaded) + sum(one is not None for one in (entry.method, entry.policy, entry.cache))
         alone = CACHE if entry.cache is not None else ARTIFACT
-        kind = alone if count == 1 else COMBINED
+        kind = alone if count == 1 and entry.policy is None else COMBINED
         system = System(family, kind, family, parts=whole, facts=facts, acceptance=entry.acceptance)
         for shaped in self._at_shapes(system, entry):
             if whole.selector is not None:
@@ -202,7 +208,7 @@ class Builder:
             parts.append(Parts(evictor=evictor, name=policy.words))
         if entry.cache is not None:
             parts.append(Parts(cache=named_cache(entry.cache, self.target), name=entry.cache.words))
-        return Parts().merge(*parts)
+        return with_lookup(Parts().merge(*parts), self._lookup(entry))
 
     def _facts(self, entry: Entry, loaded: Sequence[Artifact]) -> tuple[Json, str | None]:
         """Return the facts that decide the outputs of an entry's systems, and its method in words."""
@@ -215,26 +221,43 @@ class Builder:
         if entry.cache is not None:
             facts["cache"] = {"name": entry.cache.name, **options_of(entry.cache.name, entry.cache.options)}
         facts |= {"options": entry.options} if entry.options else {}
+        facts |= {} if (lookup := self._lookup(entry)) == "off" else {"lookup": lookup}
         facts |= {} if entry.acceptance is None else {"acceptance": entry.acceptance}
         return facts, words
+
+    def _lookup(self, entry: Entry) -> str:
+        """Return how look-up stands beside the entry's draft."""
+        return self.lookup if entry.lookup is None else entry.lookup
 
     def _at_shapes(self, system: System, entry: Entry) -> Iterator[System]:
         """Yield a system with every shape that its draft should have; unchanged if it has no draft."""
         if system.parts.draft is None:
-            if entry.shapes:
+            if entry.shapes or entry.auto:
                 raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
+            if entry.lookup == "auto":
+                raise ConfigError(
+                    f"{system.name} has no draft for lookup=auto to join; pass lookup=only, or leave it out"
+                )
             yield system
+            return
+        if entry.auto:
+            name = system.name if entry.label else f"{system.name} {AUTO}"
+            facts = {**system.facts, "shape": AUTO}
+            yield replace(system, name=name, family=name, shape=ShapeChoice(), facts=facts)
             return
         shapes = [self.shape_of(widths) for widths in entry.shapes] or self.shapes
         if not shapes:
             raise ConfigError(
                 f"{system.name} drafts, and decode.shape=[]; pass decode=chain, or suite.shapes=[[1,1,1,1]]"
             )
-        for shape in shapes:
+        for drafted in shapes:
+            shape = completed(drafted, system.parts.draft)
             name = f"{system.name} {shape_name(shape)}" if len(shapes) > 1 else system.name
             facts = {**system.facts, "shape": list(shape.widths), "children": shape.children.value}
             if shape.keep is not None:
                 facts["keep"] = shape.keep
+            if shape.copied:
+                facts["copied"] = shape.copied
             yield replace(system, name=name, family=name, shape=shape, facts=facts)
 
     def _at_budgets(self, system: System, role: str, make: Callable[[Budget], Any]) -> Iterator[System]:
@@ -311,7 +334,10 @@ class Builder:
                     "pass suite.budgets=[64,128] and leave it out here"
                 )
             if key not in known:
-                words = ("artifact", "policy", "method", "cache", "label", "drafted", "shapes", "acceptance")
+                words = (
+                    "artifact", "policy", "method", "cache", "label", "drafted", "shapes", "acceptance",
+                    "lookup",
+                )  # fmt: skip
                 raise wrong(f"{KEY} entry of {who}: {key}", value, ", ".join([*words, *known]))
 
 

@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longtrain import methods
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.roles import Parts, TreeShape, completed
 from longtrain.errors import ConfigError, ConfigFaults
 from longtrain.methods.named import Named, in_words, named
 from longtrain.methods.policies import POLICIES
-from longtrain.settings import Count, Counts, Share, Text, convert, read, wrong
+from longtrain.methods.prompt_lookup.config import Lookup
+from longtrain.settings import AUTO, Count, Counts, Share, Text, convert, read, wrong
 
 Json = dict[str, Any]
 KEY = "suite.systems"
@@ -33,9 +35,10 @@ ALLOWED = (
 PARTS = ("artifact", "policy", "method", "cache")
 _EVERYWHERE: dict[str, Any] = {
     "label": Text | None,
-    "drafted": Counts,
+    "drafted": Counts | Literal["auto"],
     "shapes": tuple[tuple[Count, ...], ...],
     "acceptance": Share,
+    "lookup": Lookup,
 }
 """Keys of every entry -> type of their values."""
 
@@ -52,7 +55,9 @@ class Entry:
         options: inference keys of the attached parts.
         label: name of the system; None: composed from its parts' names.
         shapes: widths of the trees that it drafts; empty: those of the run.
+        auto: True if the shape is chosen cycle by cycle (`decode=auto`).
         acceptance: probability that a drafted token is accepted, if it is simulated.
+        lookup: `auto` joins look-up to its draft, `only` puts it in the draft's place; None: as the run does.
     """
 
     artifacts: tuple[str, ...] = ()
@@ -62,12 +67,15 @@ class Entry:
     options: Json = field(default_factory=dict)
     label: str | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
+    auto: bool = False
     acceptance: float | None = None
+    lookup: str | None = None
 
     @property
     def is_policy(self) -> bool:
         """True if it is an eviction policy and nothing else."""
-        return self.policy is not None and not (self.artifacts or self.method or self.cache)
+        others = self.artifacts or self.method or self.cache or self.lookup not in (None, "off")
+        return self.policy is not None and not others
 
     def called(self, *, method: str | None = None) -> str:
         """Return the name of its systems, without budget and shape.
@@ -84,6 +92,7 @@ class Entry:
         if self.method is not None:
             names.append(method or self.method.words)
         names += [one.words for one in (self.policy, self.cache) if one is not None]
+        names += [] if self.lookup in (None, "off") else [f"lookup {self.lookup}"]
         return in_words("+".join(names), self.options)
 
     def config(self) -> Any:
@@ -112,7 +121,13 @@ def parse(value: Any) -> Entry:
     common = {
         key: convert(rest.pop(key), kind, f"{KEY}: {key}") for key, kind in _EVERYWHERE.items() if key in rest
     }
-    drafted = tuple((1,) * count for count in common.pop("drafted", ()))
+    drafted = common.pop("drafted", ())
+    if drafted == AUTO:
+        drafted, common["auto"] = (), True
+        if "shapes" in common:
+            shapes = [list(widths) for widths in common["shapes"]]
+            raise wrong(f"{KEY}: shapes", shapes, "left out beside drafted=auto")
+    drafted = tuple((1,) * count for count in drafted)
     common["shapes"] = (*drafted, *common.pop("shapes", ()))
     if "name" in rest:
         return Entry(**_bare(rest), **common)
@@ -191,7 +206,7 @@ class System:
         family: the name without its budget: systems of a family form one line of a plot.
         budget: KV entries kept, or read at each step, as typed: `128` or `10%`; None: all of them.
         parts: draft, evictor, cache and selector for an engine.
-        shape: shape of the tree that is drafted in each cycle.
+        shape: shape of the tree that is drafted in each cycle, or the shapes that cycles choose among.
         facts: JSON values that decide its outputs; a results journal with other facts is refused.
         lossless_of: the system with the same cache and no draft, whose text it must repeat; None if there
             is none, nothing is drafted, or drafts are sampled.
@@ -204,7 +219,7 @@ class System:
     family: str
     budget: str | None = None
     parts: Parts = field(default_factory=Parts)
-    shape: TreeShape = PLAIN
+    shape: TreeShape | ShapeChoice = PLAIN
     facts: Json = field(default_factory=dict)
     lossless_of: str | None = None
     acceptance: float | None = None
@@ -213,7 +228,16 @@ class System:
     @property
     def drafts(self) -> bool:
         """True if it speculates."""
-        return self.parts.draft is not None and bool(self.shape.widths)
+        chosen = isinstance(self.shape, ShapeChoice)
+        return self.parts.draft is not None and (chosen or bool(self.shape.widths))
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes of a tree that it verifies, the root included."""
+        if isinstance(self.shape, TreeShape):
+            return self.shape.n_nodes
+        draft = self.parts.draft
+        return max(completed(one, draft).n_nodes for one in self.shape.shapes(draft, sampled=True))
 
     @property
     def evicts(self) -> bool:
@@ -230,9 +254,9 @@ FULL_CACHE = System("full", FULL, "full")
 
 
 def shape_name(shape: TreeShape) -> str:
-    """Return a shape in words: `chain 4`, `tree 4-8-8`, or `tree 10-10-10 best 24`."""
+    """Return the draft's part of a shape in words: `chain 4`, `tree 4-8-8`, or `tree 10-10-10 best 24`."""
     if set(shape.widths) == {1}:
-        return f"chain {shape.depth}"
+        return f"chain {len(shape.widths)}"
     kept = "" if shape.keep is None else f" best {shape.keep}"
     return f"tree {'-'.join(str(width) for width in shape.widths)}{kept}"
 

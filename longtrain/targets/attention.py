@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from longtrain.cache.base import KVCache, Mask, PrefixOnly
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, TargetMismatchError
 
 NAME = "longtrain"
 """The `attn_implementation` that a target's model is built with."""
@@ -54,6 +54,21 @@ class Pass:
         return [look for look in found if look is not None]
 
 
+UNUSED = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+"""Keywords of transformers' calls that change nothing here: a target is frozen, and caches know positions."""
+
+
 class LeaveEarly(Exception):  # noqa: N818 (a jump out of the model, not an error)
     """Raised by the hook at `Pass.stop_at_layer` and always caught by `Target`."""
 
@@ -68,7 +83,7 @@ def attend(
     scaling: float | None = None,
     longtrain_pass: Pass | None = None,
     written: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute one layer's attention with the cache of this forward.
 
@@ -83,13 +98,22 @@ def attend(
         scaling: softmax scale; None means D ** -0.5.
         longtrain_pass: this forward's cache and mask.
         written: True if K and V are in the cache already.
+        others: transformers' further keywords. Those of `UNUSED` are ignored; any other that is not None,
+            such as `sliding_window`, `s_aux` (attention sinks) and `softcap`, would change the result.
 
     Returns:
         The output [B, T, H, D], as transformers expects it, and no weights.
 
     Raises:
         ConfigError: the model was called directly and not through `Target`.
+        TargetMismatchError: the model's attention has what no cache computes.
     """
+    unknown = [key for key, value in others.items() if value is not None and key not in UNUSED]
+    if unknown:
+        raise TargetMismatchError(
+            f"the attention of {type(module).__name__} is called with {', '.join(unknown)}, which longtrain "
+            "does not compute; its output would be wrong"
+        )
     if longtrain_pass is None:
         raise ConfigError(
             "a model built for longtrain was called directly; call Target.forward or Target.packed, "
@@ -106,6 +130,17 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out_BHTD, _lse = cache.attend(layer, query, mask=longtrain_pass.mask, scale=scale)
     return out_BHTD.transpose(1, 2), None
+
+
+def without_windows(model: PreTrainedModel) -> None:
+    """Clear the sliding windows of a supported model, which span its whole context (others are refused when a
+    target is loaded), so that `attend` is called without one.
+    """
+    if getattr(model.config, "sliding_window", None) is not None:
+        model.config.sliding_window = None
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window = None  # type: ignore[assignment]
 
 
 AttentionInterface.register(NAME, attend)

@@ -20,7 +20,7 @@ from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.fused_layer import Rotation
 from longtrain.kernels.small_linear import serves, small_linear
-from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass
+from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass, without_windows
 from longtrain.targets.fused import FusedDecoder
 from longtrain.targets.sharded import Shards, whole
 from longtrain.targets.step import OutputRequest, PackedStep, TargetStep, TokenBatch
@@ -57,6 +57,7 @@ class Target(nn.Module):
         self.model: Any = model.requires_grad_(False)
         # a config.json may set these, but nothing here reads such outputs
         model.config.update({"return_dict": True, "output_attentions": False, "output_hidden_states": False})
+        without_windows(model)
         self.info = info
         self.tokenizer = tokenizer
         self.shards = shards

@@ -95,7 +95,7 @@ def build_trainer(
         raise ConfigError(
             f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
         ) from error
-    trainer.accumulate_grad_batches = loop.spread(trainer.world_size).accumulate_grad_batches
+    trainer.accumulate_grad_batches = loop.sequences_of_a_rank(trainer.world_size)
     return trainer
 
 
@@ -150,12 +150,11 @@ def fit(
         TrainingError: the loss is not finite, the disk is full, or another rank is gone.
         Stopped: a signal asked to stop; the run is saved.
     """
-    loop = loop.spread(trainer.world_size)
     checkpoints = folder / "checkpoints"
     facts = {
         **(facts or {}),
         "trainer.max_steps": max_steps,
-        "trainer.sequences_per_step": loop.accumulate_grad_batches * trainer.world_size,
+        "trainer.sequences_per_step": trainer.accumulate_grad_batches * trainer.world_size,
         "trainer.precision": loop.precision,
         "trainer.gradient_clip_val": loop.gradient_clip_val,
     }
@@ -220,7 +219,7 @@ def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
     if loop.val_every < 1:
         trainer.limit_val_batches = 0
         return
-    trainer.val_check_interval = min(loop.val_every, max_steps) * loop.accumulate_grad_batches
+    trainer.val_check_interval = min(loop.val_every, max_steps) * trainer.accumulate_grad_batches
 
 
 @contextmanager

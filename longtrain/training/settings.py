@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from longtrain.settings import Count, CountOrZero, NotNegative, check
-from longtrain.training import strategy as strategies
+from longtrain.errors import ConfigError
+from longtrain.settings import Count, CountOrZero, NotNegative, check, wrong
 
 Precision = Literal["auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true", "16-true", "64-true"]
 
@@ -55,20 +55,28 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check(self, "trainer")
-        self.spread(1)
+        self.sequences_of_a_rank(1)  # refuses two settings that contradict each other
 
-    def spread(self, ranks: int) -> LoopConfig:
-        """Return settings whose `accumulate_grad_batches` lets `ranks` share `sequences_per_step` evenly.
+    def sequences_of_a_rank(self, ranks: int) -> int:
+        """Return the packed sequences of one rank in an optimiser step, which `ranks` share evenly.
 
         Raises:
-            ConfigError: it does not divide, or both are set.
+            ConfigError: `sequences_per_step` and `accumulate_grad_batches` are both set, or the ranks cannot
+                share the sequences evenly.
         """
-        if self.sequences_per_step is None:
-            return self
-        rows = strategies.sequences_of_a_rank(
-            self.sequences_per_step, self.accumulate_grad_batches, ranks=ranks
-        )
-        return replace(self, sequences_per_step=None, accumulate_grad_batches=rows)
+        together, each = self.sequences_per_step, self.accumulate_grad_batches
+        if together is None:
+            return each
+        if each != 1:
+            raise ConfigError(
+                f"trainer.sequences_per_step={together} (of all ranks) and "
+                f"trainer.accumulate_grad_batches={each} (of each) are both set; give one, the other null "
+                "and 1"
+            )
+        if together % ranks:
+            allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
+            raise wrong("trainer.sequences_per_step", together, allowed)
+        return together // ranks
 
     def resolved(self) -> LoopConfig:
         """Return settings with `auto` accelerator and precision resolved for this machine."""

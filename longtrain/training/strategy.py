@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from longtrain.errors import ConfigError
-from longtrain.settings import wrong
 
 PRECISIONS = ("bf16-mixed", "32-true")
 """Values of `trainer.precision` that are allowed under ZeRO."""
@@ -55,30 +54,6 @@ def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -
             f"optim.name={optimizer} needs whole matrices, and ZeRO trains flat parts of them; pass "
             "optim=adamw, or trainer=ddp"
         )
-
-
-def sequences_of_a_rank(together: int | None, each: int, *, ranks: int) -> int:
-    """Return the packed sequences of one rank in an optimiser step.
-
-    Args:
-        together: `trainer.sequences_per_step`, which the ranks share; None: each has `each`.
-        each: `trainer.accumulate_grad_batches`.
-        ranks: number of ranks.
-
-    Raises:
-        ConfigError: both are set, or the ranks cannot share the sequences evenly.
-    """
-    if together is None:
-        return each
-    if each != 1:
-        raise ConfigError(
-            f"trainer.sequences_per_step={together} (of all ranks) and "
-            f"trainer.accumulate_grad_batches={each} (of each) are both set; give one, the other null and 1"
-        )
-    if together % ranks:
-        allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
-        raise wrong("trainer.sequences_per_step", together, allowed)
-    return together // ranks
 
 
 def check_stage(stage: Any) -> None:

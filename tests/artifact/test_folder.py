@@ -214,6 +214,19 @@ def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
         Artifact.load(folder)
 
 
+def test_a_card_has_no_comparison_of_one_machine(folder):
+    """A loaded artifact that fails on some machine is written about as it was exported."""
+    artifact = Artifact.load(folder, unverified=True)
+    artifact.describe()
+    before = (folder / "README.md").read_bytes()
+    artifact.verification.faults.append("its golden outputs differ here")
+    artifact.describe()
+    assert (folder / "README.md").read_bytes() == before
+    edit(folder, verification={"checks": [], "faults": ["they differed at export"]})
+    artifact.describe()
+    assert "they differed at export" in (folder / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["longtrain.json", "evidence.json"])
 def test_any_value_of_a_json_file_that_is_changed_or_left_out_is_refused(folder, name):
     """Settings steer what a module does, and golden outputs need not show it: `pool_kernel`, say."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -153,21 +152,34 @@ def pushed(repo, **keys):
 pushed('draft')
 pushed('org/draft', collection='drafts')
 pushed('org/draft')
+import huggingface_hub, os
+os.environ['HF_ENDPOINT'] = huggingface_hub.constants.ENDPOINT = {gone!r}
+pushed('org/draft')
+said(Artifact.load, 'hub:org/none')
 """
 
 
 def test_push_that_cannot_be(hub, folder, tmp_path):
-    """Each is told in one line, without the token, though the Hub's own answer repeats it."""
-    hub.refuse, code = True, SAID + PUSHES.format(folder=str(folder))
+    """Each is told in one line, without the token, though the Hub's own answer repeats it.
+
+    So is a Hub that cannot be reached, for a push and for a load.
+    """
+    port = socket.create_server(("127.0.0.1", 0))
+    gone = f"http://127.0.0.1:{port.getsockname()[1]}"
+    port.close()  # nobody listens there now
+    hub.refuse, code = True, SAID + PUSHES.format(folder=str(folder), gone=gone)
     out = client(code, hub, tmp_path, HF_TOKEN=TOKEN).splitlines()
-    lines = [line for line in out if not line.startswith("DEBUG")]
-    assert len(lines) == 3
+    lines = [line for line in out if line.startswith(("ArtifactError", "C"))]
+    assert len(lines) == 5
     assert lines[0] == "ConfigError push=draft is no repository name; allowed: ORG/NAME"
     assert lines[1].startswith("ConfigError collection=drafts is no collection; allowed: ORG/TITLE")
     assert lines[2].startswith(
         f"ArtifactError {hub.url} did not take org/draft: 403 Forbidden: You with Bearer ***"
     )
     assert "signature" not in lines[2] and lines[2].endswith("the same command goes on") and not hub.files
+    assert lines[3].startswith(f"ArtifactError {gone} did not take org/draft: ")
+    assert lines[3].endswith("the same command goes on")
+    assert lines[4].startswith(f"ArtifactError no artifact 'org/none': {gone} did not give it: ")
 
 
 @pytest.mark.parametrize(
@@ -180,19 +192,6 @@ def test_nobody_is_asked_without_login_or_network(folder, tmp_path, monkeypatch,
     monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: bool(environment))
     with pytest.raises(ConfigError, match=f"cannot push to org/draft: {message}"):
         Artifact.load(folder).push("org/draft")
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(folder, tmp_path):
-    port = socket.create_server(("127.0.0.1", 0))
-    address = f"http://127.0.0.1:{port.getsockname()[1]}"
-    port.close()  # nobody listens there now
-    code = SAID + "said(Artifact.load({folder!r}).push, 'org/draft')\nsaid(Artifact.load, 'hub:org/none')"
-    gone = SimpleNamespace(url=address)
-    out = client(code.format(folder=str(folder)), gone, tmp_path, HF_TOKEN=TOKEN)
-    lines = [line for line in out.splitlines() if line.startswith(("ArtifactError", "C"))]
-    assert lines[0].startswith(f"ArtifactError {address} did not take org/draft: ")
-    assert lines[0].endswith("the same command goes on")
-    assert lines[1].startswith(f"ArtifactError no artifact 'org/none': {address} did not give it: ")
 
 
 def test_an_artifact_that_is_not_here_is_one_line_offline(tmp_path, monkeypatch):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from longtrain.decoding.captured import ShapeCycles
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -126,3 +129,21 @@ def test_an_accepted_row_has_plain_decodings_bits(family, heads):
                     for one in (plain, engine)
                 ]
                 assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize(("device", "timed"), [("cpu", True), ("cuda", False)])
+def test_the_first_cycle_of_a_shape_is_timed_unless_it_compiles(device, timed):
+    class First:
+        """The first cycle of a shape."""
+
+        capture_s, late, sound = 0.0, 1, True
+        decode_step = SimpleNamespace(news_BX=torch.zeros(1, 3))
+
+        def prepare(self) -> bool:
+            return False
+
+        def run(self) -> None:
+            pass
+
+    _, stopwatch = ShapeCycles(lambda *_: First(), torch.device(device)).run(TreeShape(()), timed=True)
+    assert (stopwatch is not None) == timed

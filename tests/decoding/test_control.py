@@ -401,3 +401,19 @@ def test_graphs_of_several_shapes_share_a_pool():
     pools = {cycles.pool for cycles in engine._kept._cycles.values() if cycles.pool is not None}
     assert len(pools) == 1
     assert all(0 < row["cycle_ms"] < 1000 for row in engine.costs.table())
+
+
+def test_cycles_without_the_draft_lose_nothing():
+    """A time of plain decoding that was measured in a fast moment must not make later plain cycles a loss."""
+    costs, plain = Costs(), TreeShape(())
+    control = Control((plain, TreeShape((1,))), costs, planned=64)
+    for seconds in (1.0, 1.0):
+        assert control.choose(length=9, left=60) == plain and not control.paused
+        control.learn(plain, [0], length=9, seconds=seconds)
+    before_s = costs.lost_total_s
+    for _ in range(40):
+        control.learn(plain, [0], length=9, seconds=1.5, paused=True)
+    assert costs.lost_total_s == control.budget.lost_s == before_s == 0.0
+    assert costs.plain_total_s == 41.0  # all but the first, before which no time was known
+    control.learn(TreeShape((1,)), [0], length=9, seconds=3.0)
+    assert costs.lost_total_s > 0.0

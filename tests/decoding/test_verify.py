@@ -50,12 +50,14 @@ def reference_law(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Tables:
-    """Random target and draft laws given the tokens since the root, for two levels of a tree."""
+    """Random target and draft laws given the tokens since the root, for two levels of a tree or more."""
 
-    def __init__(self, instances: int, vocab: int, sampling: Sampling, seed: int = 0) -> None:
+    def __init__(
+        self, instances: int, vocab: int, sampling: Sampling, seed: int = 0, levels: int = 2
+    ) -> None:
         gen = torch.Generator().manual_seed(seed)
         self.vocab, self.instances = vocab, instances
-        shapes = [(instances, *[vocab] * level) for level in (1, 2, 3)]
+        shapes = [(instances, *[vocab] * level) for level in range(1, levels + 2)]
         self.logits = [2 * torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
         self.p = [reference_law(table, sampling) for table in self.logits]
         soft = sampling if not sampling.greedy else Sampling(temperature=1.0)

@@ -6,11 +6,11 @@ import pytest
 
 from longtrain import tables
 from longtrain.decoding.stats import Cycle
-from longtrain.evaluation.analysis.acceptance import acceptance_of
-from longtrain.evaluation.analysis.numbers import metrics_of, numbers_of
+from longtrain.evaluation.analysis.acceptance import acceptance_of, ends_of
+from longtrain.evaluation.analysis.numbers import DRAFTED, metrics_of, numbers_of, repetition_notes
 from longtrain.evaluation.analysis.statistics import USUAL, Bootstrap
 from longtrain.evaluation.records import Record, Turn
-from longtrain.evaluation.suites.acceptance import METRICS, retention
+from longtrain.evaluation.suites.acceptance import retention
 
 
 def record(cycles, tokens) -> Record:
@@ -23,9 +23,32 @@ def test_texts_that_repeat_themselves_are_told_apart():
     records = [record([Cycle(1, 3, 3, 3, 4)], loop), record([Cycle(1, 3, 3, 0, 1)], fresh)]
     numbers = [numbers_of(one) for one in records]
     assert [one["repeated_tokens"] for one in numbers] == [8, 0]
-    found = metrics_of(METRICS, numbers, USUAL)
+    found = metrics_of(DRAFTED, numbers, USUAL)
     assert found["repeated"]["value"] == 8 / 32
     assert found["τ, not repetitive"]["value"] == 1.0 and found["τ, not repetitive"]["n"] == 1
+
+    def notes(numbers):
+        return repetition_notes([{"acceptance": {}, "metrics": metrics_of(DRAFTED, numbers, USUAL)}])
+
+    assert notes(numbers)[0].startswith("25% of the text repeats") and "no answer" not in notes(numbers)[0]
+    assert "and no answer is without it" in notes(numbers[:1])[0] and notes(numbers[1:]) == []
+    caches = [{"acceptance": None, "metrics": {"repeated": {"value": share}}} for share in (0.3, 0.2)]
+    assert "30% of the text repeats" in repetition_notes(caches)[0] and repetition_notes(caches[1:]) == []
+    assert "flatters every cache" in repetition_notes(caches)[0]
+
+
+def test_acceptance_at_the_beginning_and_the_end_of_long_answers():
+    begin, middle, end = Cycle(49, 3, 3, 1, 2), Cycle(51, 3, 3, 3, 4), Cycle(55, 3, 3, 2, 3)
+    assert ends_of([begin, middle, end], 105) == ([begin], [end])
+    assert ends_of([begin, middle, end], 99) is None  # its first and last 50 tokens overlap
+    long = record(
+        [Cycle(1, 3, 3, 3, 4), middle, Cycle(90, 3, 3, 0, 1), Cycle(91, 9, 9, 9, 9, True)], range(100)
+    )
+    short = record([Cycle(1, 3, 3, 3, 4)], range(60))
+    found = metrics_of(DRAFTED, [numbers_of(one) for one in (long, short)], USUAL)
+    first, last = (found[f"τ, {where} 50 tokens"] for where in ("first", "last"))
+    assert (first["value"], first["n"], last["value"], last["n"]) == (4.0, 1, (4 + 1) / 2, 1)
+    assert "τ, first 50 tokens" not in metrics_of(DRAFTED, [numbers_of(short)], USUAL)
 
 
 def test_retention_is_of_drafts_alone():

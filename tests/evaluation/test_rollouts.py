@@ -13,7 +13,7 @@ from longtrain.errors import DataError
 from longtrain.evaluation.analysis.numbers import stretches_of
 from longtrain.evaluation.perplexity import measure, predicted_logits, read_contexts
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.rollouts import RolloutWriter, Steps, follow, stretches
+from longtrain.evaluation.rollouts import Rollout, RolloutWriter, Steps, follow, full_states, stretches
 from longtrain.methods.sparse.config import Config
 from longtrain.methods.sparse.spec import RULES
 from tests.decoding.micro import prompts_of
@@ -35,7 +35,7 @@ def sparse(target, *, rows=10, every=1):
 @pytest.mark.parametrize(("sampling", "every"), [(Sampling(), 1), (Sampling(0.9, 0.95, 20, 3), 4)])
 def test_the_first_token_of_its_own_is_where_free_decoding_departs(target, tmp_path, sampling, every):
     prompts = dict(enumerate(map(list, prompts_of(9, 12, 7, 11)), 5))
-    written = RolloutWriter(tmp_path, NEW, sampling).write(target, prompts)
+    written = RolloutWriter(tmp_path, NEW, sampling, ignore_eos=True).write(target, prompts)
     found = follow(target, sparse(target, every=every), written, sampling)
     free = Engine(target, sparse(target, every=every)).generate(
         list(prompts.values()),
@@ -52,6 +52,15 @@ def test_the_first_token_of_its_own_is_where_free_decoding_departs(target, tmp_p
     assert min(places) < NEW
     for steps in follow(target, Parts(), written, sampling):
         assert all(steps.own) and all(steps.agreed) and max(steps.divergence) < 1e-9
+
+
+def test_the_repeated_tokens_of_each_text_are_counted(target):
+    written = []
+    for number, text in enumerate(((*range(8), *range(8)), tuple(range(16)))):
+        (states_NE,) = full_states(target, [[3, 4]], [text])
+        written.append(Rollout((3, 4), text, number, states_NE))
+    found = [steps.metrics([(0, 16)]) for steps in follow(target, Parts(), written, Sampling())]
+    assert [one["repeated_tokens"] for one in found] == [8, 0]
 
 
 def test_costs_are_those_of_perplexity(target, tmp_path):

@@ -13,6 +13,7 @@ from longtrain.evaluation.analysis.statistics import (
     mean_of_ratios,
     paired_difference,
     paired_mean_difference,
+    paired_mean_quotient,
     pooled_ratio,
     wilson,
 )
@@ -255,3 +256,19 @@ def test_an_acceptance_length_is_at_least_one() -> None:
     records = [{"one": 1.0, "cycles": 4.0, "cycle_tokens": tokens} for tokens in (4.0, 8.0)]
     found = scale_of({"name": ACCEPTANCE, "maximum": None}).mean([records], Bootstrap())
     assert found.value == 1.5 and found.low == 1.0 and found.high > 2.0
+
+
+def test_a_quotient_of_means_over_tasks_is_paired():
+    """A constant factor has no spread, however much the prompts differ; the value is that of the means."""
+    base = [([1.0, 4.0, 2.5, 9.0, 3.0, 7.0], [1, 2, 1, 3, 2, 1]), ([0.5, 8.0, 1.0], [1, 1, 4])]
+    twice = [([2 * x for x in above], below) for above, below in base]
+    found = paired_mean_quotient(list(zip(twice, base, strict=True)))
+    assert (found.value, found.low, found.high, found.n) == (2.0, 2.0, 2.0, 9)
+    other = [([3.0, 1.0, 2.0, 2.0, 5.0, 1.0], base[0][1]), ([1.0, 1.0, 1.0], base[1][1])]
+    found = paired_mean_quotient(list(zip(other, base, strict=True)))
+    assert found.value == pytest.approx((14 / 10 + 3 / 6) / (26.5 / 10 + 9.5 / 6))
+    assert found.low < found.value < found.high
+    assert found == paired_mean_quotient(list(zip(other, base, strict=True)))
+    nothing = [([0.0, 0.0], [1, 1])]
+    assert paired_mean_quotient([(base[1], ([0.0] * 3, [1] * 3))]).n == 0
+    assert paired_mean_quotient([(nothing[0], ([1.0, 2.0], [1, 1]))]).value == 0.0

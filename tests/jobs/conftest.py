@@ -9,6 +9,7 @@ import torch
 from byte_tokens import byte_tokenizer
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +21,18 @@ from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
+
+
+@pytest.fixture(autouse=True)
+def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take a third of the time of many jobs: they are blank, unless a test asks for `drawn` ones."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(b"a picture"))
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Pictures as they are."""
 
 
 @pytest.fixture(scope="session")

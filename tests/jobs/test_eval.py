@@ -45,7 +45,7 @@ def results(tmp_path):
     return lambda: json.loads((tmp_path / FOLDER / "results.json").read_text())
 
 
-def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path, results):
+def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path, results, drawn):
     run()
     names = {path.name for path in (tmp_path / FOLDER).iterdir()}
     assert {
@@ -92,6 +92,13 @@ def test_the_card_of_an_artifact_has_what_was_measured(run, artifact, tmp_path, 
     run("run_dir=" + str(tmp_path / "runs/two"), "suite.prompts=3")  # the same again does not
     assert len(Evidence.of_folder(artifact).results) == 2
     assert Artifact.load(artifact).method == "longspec"
+
+
+def test_an_artifact_is_loaded_once(run, monkeypatch):
+    load, names = Artifact.load, []
+    monkeypatch.setattr(Artifact, "load", lambda where, **keys: names.append(where) or load(where, **keys))
+    run("suite.speed_prompts=0")
+    assert names == ["draft"]
 
 
 def test_the_card_behind_a_link_is_written_anew_too(run, artifact, tmp_path):
@@ -234,5 +241,5 @@ def test_law_auto_samples_chains_where_decoding_samples() -> None:
     assert children(1.0, [1, 1]) is ChildChoice.IID
     assert children(1.0, [2, 2]) is ChildChoice.POINT
     assert children(1.0, [1, 1], "point") is ChildChoice.POINT
-    with pytest.raises(ConfigError, match="this job wants one for all"):
+    with pytest.raises(ConfigError, match=r"this job wants one for all.*drafted: auto"):
         children(0.0, "auto")

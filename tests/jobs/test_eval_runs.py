@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -23,7 +24,7 @@ from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.suites import SUITES
 from longtrain.evaluation.suites.longbench import SPECS
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import eval_parts, setup
+from longtrain.jobs import eval_parts, eval_setup
 from longtrain.progress import Progress
 
 TASKS = ("hotpotqa", "trec", "lcc")
@@ -173,6 +174,22 @@ def test_two_processes_here_make_the_same_result(run, whole):
     assert result(run("parts", "shards=2")) == whole
 
 
+def test_a_part_gets_a_description_that_is_unpickled_without_torch(composed, overrides, monkeypatch):
+    given = []
+    monkeypatch.setattr(eval_parts, "run_all", lambda work, *_, **__: given.append(work))
+    more = ("method=prompt_lookup", "suite.budgets=[48]", "shards=2", "name=one")
+    with pytest.raises(ConfigError, match="is not finished"):  # no part ran
+        evaluation.run(composed("eval", *overrides, *more))
+    (sent,) = map(pickle.dumps, given)
+    code = (
+        "import pickle, sys; work = pickle.load(sys.stdin.buffer); "
+        "print(work.args[0].suite.name, work.args[1], 'torch' in sys.modules)"
+    )
+    made = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert made.stdout.split() == [b"longbench", b"2", b"False"]
+    assert pickle.loads(sent).args == given[0].args
+
+
 def test_parts_one_by_one_and_a_merge(run, whole, caplog):
     caplog.set_level("INFO")
     folder = run("parts", "shards=3", "shard=2")
@@ -282,7 +299,7 @@ def test_every_key_of_a_harness_suite_is_read():
 
     folder = Path(inspect.getfile(suites)).parent
     shared = "".join(path.read_text() for path in folder.glob("*.py"))
-    job = Path(inspect.getfile(evaluation)).read_text() + Path(inspect.getfile(setup)).read_text()
+    job = Path(inspect.getfile(evaluation)).read_text() + Path(inspect.getfile(eval_setup)).read_text()
     files = {path.stem: yaml.safe_load(path.read_text()) for path in asset_dir("conf").glob("suite/*.yaml")}
 
     def settings(stem: str) -> dict:
@@ -303,10 +320,13 @@ def test_every_key_of_a_harness_suite_is_read():
 
 
 @pytest.mark.parametrize("entry", SHIPPED, ids=lambda entry: entry["suite"])
-def test_the_command_of_a_shipped_score_has_its_protocol(composed, entry):
+def test_the_command_of_a_shipped_score_has_its_protocol(composed, entry, monkeypatch):
+    sessions = []
+    monkeypatch.setattr(evaluation, "measure", lambda session, *_: sessions.append(session))
     words = shlex.split(entry["source"])[2:]
     (name,) = (word.removeprefix("target=") for word in words if word.startswith("target="))
-    session = evaluation.session_of(composed("eval", *words, f"target.path={name}"))
+    evaluation.run(composed("eval", *words, f"target.path={name}"))
+    (session,) = sessions
     assert session.protocol.settings == entry["protocol"]
     assert session.baseline is not None and session.baseline["score"] == entry["score"]
 

@@ -78,9 +78,10 @@ def test_training_finds_what_was_prepared(cfg, target):
     from transformers import AutoTokenizer
 
     run(cfg)
-    folder = ensure_prepared(RunConfig(cfg), AutoTokenizer.from_pretrained(target), context_tokens=64)
+    asked, tokenizer = RunConfig(cfg), AutoTokenizer.from_pretrained(target)
+    folder = ensure_prepared(asked.data, tokenizer, home=asked.home, context_tokens=64)
     before = (folder / "manifest.json").stat().st_mtime_ns
-    assert ensure_prepared(RunConfig(cfg), AutoTokenizer.from_pretrained(target), context_tokens=64) == folder
+    assert ensure_prepared(asked.data, tokenizer, home=asked.home, context_tokens=64) == folder
     assert (folder / "manifest.json").stat().st_mtime_ns == before
 
 

@@ -10,7 +10,7 @@ from longtrain.kernels.entry_moves import Programs, move_entries
 @pytest.mark.parametrize("programs", [None, Programs(1, 64), Programs(5, 32), Programs(24, 128)])
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_rows_are_moved(paged, programs):
-    for seed, counted in ((0, True), (1, True), (2, False)):
+    for seed, counted in ((0, True), (2, False)):
         goal, source, lists, pages = move_case(paged=paged, counted=counted, seed=seed)
         expected = written_out(goal, source, lists, pages)
         assert not torch.equal(goal, expected)

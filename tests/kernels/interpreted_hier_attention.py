@@ -6,8 +6,7 @@ import pytest
 import torch
 from attention_cases import distance, hier_case, mask_named
 
-from longtrain.kernels.hierarchical import reference
-from longtrain.kernels.hierarchical.attention import hier_attention, kernel_serves
+from longtrain.kernels.hierarchical import hier_attention, kernel_serves, reference
 from longtrain.kernels.hierarchical.layout import Split
 
 CASES = {

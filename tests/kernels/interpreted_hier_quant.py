@@ -4,8 +4,8 @@ import pytest
 import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
 
-from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import reference as hier_quant_reference
+from longtrain.kernels import hierarchical
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import Lens, Split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,12 +19,10 @@ def test_prompts(split, dim):
         v[0, 1, 7] = 0  # a token of nothing
         count_B = torch.tensor([2, 1])
         mine, expected = planes_of(split, dim=dim), planes_of(split, dim=dim)
-        assert hier_quant.kernels_serve(k)
-        hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
+        assert hierarchical.kernels_serve(k)
+        hierarchical.quantise_blocks(k, v, mine.layer(0), count_B)
         first_B = torch.zeros_like(count_B)
-        hier_quant_reference.quantise_blocks(
-            k[:, :, :256], v[:, :, :256], expected.layer(0), first_B, count_B
-        )
+        reference.quantise_blocks(k[:, :, :256], v[:, :, :256], expected.layer(0), first_B, count_B)
         assert same(mine, expected) == []
         assert not mine.k_step[0, 1, :, 1:].any() and mine.k_step[0, 0, :, 1].all()
 
@@ -36,8 +34,8 @@ def test_values_without_a_code_mark_their_group(value):
     k[0, 0, 90, 40], v[0, 0, 17, 5] = value, value
     count_B = torch.tensor([2])
     mine, expected = planes_of(Split.FLOOR, batch=1, heads=1), planes_of(Split.FLOOR, batch=1, heads=1)
-    hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
-    hier_quant_reference.quantise_blocks(k, v, expected.layer(0), torch.zeros_like(count_B), count_B)
+    hierarchical.quantise_blocks(k, v, mine.layer(0), count_B)
+    reference.quantise_blocks(k, v, expected.layer(0), torch.zeros_like(count_B), count_B)
     for step, zero, at in (("k_step", "k_zero", 40), ("v_step", "v_zero", 17)):
         for planes in (mine, expected):
             marked = ~(getattr(planes, step) + getattr(planes, zero)).isfinite()
@@ -54,20 +52,20 @@ def test_numbers_beyond_the_bound_are_found(split):
             k, v = rows(1, 1, 128, 64, seed=3), rows(1, 1, 128, 64, seed=4)
             k[0, 0, 90, 40], v[0, 0, 17, 5] = signed, signed
             planes = planes_of(split, batch=1, heads=1)
-            hier_quant.quantise_blocks(k, v, planes.layer(0), torch.tensor([1]))
-            assert hier_quant.unsound(planes, ring, lens).tolist() == [[bad, bad]]
+            hierarchical.quantise_blocks(k, v, planes.layer(0), torch.tensor([1]))
+            assert hierarchical.unsound(planes, ring, lens).tolist() == [[bad, bad]]
 
 
 def test_flush():
     ring = ring_of(2, 3, 1, 64)
     block_B, due_B = torch.tensor([0, 1, 2]), torch.tensor([True, False, True])
     mine = planes_of(Split.FLOOR, layers=2, batch=3, heads=1)
-    hier_quant.flush_blocks(ring, mine, block_B, due_B)
+    hierarchical.flush_blocks(ring, mine, block_B, due_B)
     expected = planes_of(Split.FLOOR, layers=2, batch=3, heads=1)
     for layer in range(2):
         for b, block in ((0, 0), (2, 2)):
             k, v = (x[layer][:, :, 128 * block : 128 * block + 128] for x in (ring.k, ring.v))
             one_B = torch.zeros(3, dtype=torch.int64)
             one_B[b] = 1
-            hier_quant_reference.quantise_blocks(k, v, expected.layer(layer), one_B * block, one_B)
+            reference.quantise_blocks(k, v, expected.layer(layer), one_B * block, one_B)
     assert same(mine, expected) == []

@@ -2,7 +2,7 @@
 
 import torch
 
-from longtrain.cache.entry_sets import ReadBudget, choose_entries
+from longtrain.kernels import top_entries
 from longtrain.kernels.slot_assignment import SlotMap, reference
 
 
@@ -12,12 +12,12 @@ def same_as_torch(device, *, rows=20, length=90, steps=8):
     for most_moved in (rows, rows // 3, -1):
         rng = torch.Generator().manual_seed(most_moved)
         both = [SlotMap(B, X, rows, most_moved=most_moved, device=device) for _ in range(2)]
-        budget, len_B = ReadBudget(rows, 2, 3), torch.tensor([rows // 2, rows - 1, length // 2])
+        len_B = torch.tensor([rows // 2, rows - 1, length // 2])
         idx, n_B, moved = torch.zeros(B, X, rows, dtype=torch.int64), torch.zeros_like(len_B), 0
         for step in range(steps):
             due_B = (torch.rand(B, generator=rng) < 0.8) | (step == 0)
             scores = torch.rand(B, X, length, generator=rng) + 0.5 * (torch.arange(length) % 3 == 0)
-            idx = torch.where(due_B[:, None, None], choose_entries(scores, len_B, budget), idx)
+            top_entries.reference.choose_entries(scores, len_B, idx, 2, 3, due_B)
             n_B = torch.where(due_B, len_B.clamp(max=rows), n_B)
             given = (idx.to(device), n_B.to(device), due_B.to(device))
             both[0].change(*given)

@@ -30,6 +30,7 @@ from attention_cases import dense_case, hier_case, mask_named
 from entry_move_cases import move_case
 from importance_cases import several
 from slot_assignment_cases import same_as_torch
+from suffix_match_cases import texts_of
 from top_entries_cases import KINDS, SINKS, WINDOW, scores_of
 from top_entries_cases import K as CHOSEN
 from torch import nn
@@ -39,15 +40,14 @@ from longtrain import methods
 from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
-from longtrain.kernels import importance, tree_attention
+from longtrain.kernels import hierarchical, importance, tree_attention
 from longtrain.kernels.entry_moves import Programs, move_entries
 from longtrain.kernels.entry_scores import entry_scores
 from longtrain.kernels.head_kl import head_kl
-from longtrain.kernels.hierarchical import attention as hier_attention
-from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
+from longtrain.kernels.suffix_match import longest_match
 from longtrain.kernels.top_entries import choose_entries
 from longtrain.targets.loading import random_target
 
@@ -153,7 +153,7 @@ def _hierarchy(D, T, blocks, recent, split, bits, group, name):
         split=split, B=2, H=2 * group, T=T, D=D, blocks=blocks, recent=recent, **place
     )
     mask, _ = mask_named(name, 2, T, DEVICE)
-    hier_attention.hier_attention(q, planes, ring, lens, mask, bits=bits, scale=0.1)
+    hierarchical.hier_attention(q, planes, ring, lens, mask, bits=bits, scale=0.1)
 
 
 def quantisers() -> Jobs:
@@ -167,10 +167,10 @@ def _quantise(D, split):
     lead = {"n_layers": 2, "batch": 2, "n_kv_heads": 2}
     planes = new_planes(**lead, blocks=3, head_dim=D, split=split, device=DEVICE)
     k, v = torch.randn(2, 2, 300, 2, D, device=DEVICE, dtype=DTYPE).transpose(2, 3).unbind(0)
-    hier_quant.quantise_blocks(k, v, planes.layer(0), torch.tensor([2, 1], device=DEVICE))
+    hierarchical.quantise_blocks(k, v, planes.layer(0), torch.tensor([2, 1], device=DEVICE))
     ring = Ring(*torch.randn(2, 2, 2, 2, 384, D, device=DEVICE, dtype=DTYPE).unbind(0))
     due_B = torch.tensor([True, False], device=DEVICE)
-    hier_quant.flush_blocks(ring, planes, torch.tensor([2, 1], device=DEVICE), due_B)
+    hierarchical.flush_blocks(ring, planes, torch.tensor([2, 1], device=DEVICE), due_B)
 
 
 def scores() -> Jobs:
@@ -227,6 +227,17 @@ def _entry_scores(sets, keys, heads, dim):
 def changes() -> Jobs:
     """Sets of rows chosen one after another, in slots that fill no block."""
     yield partial(same_as_torch, DEVICE, steps=3)
+
+
+def matches() -> Jobs:
+    """Texts that end anywhere in their ring buffers, of one block and of several."""
+    for slots in (64, 4096):
+        yield partial(_match, slots)
+
+
+def _match(slots):
+    tokens_BC, last_B = texts_of(slots)
+    longest_match(tokens_BC.to(DEVICE), last_B.to(DEVICE), 40)
 
 
 def laws() -> Jobs:
@@ -295,7 +306,7 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, laws, linears, texts)
+PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, matches, laws, linears, texts)
 
 
 def main(words: list[str]) -> int:

@@ -65,7 +65,7 @@ def compiled_hier(tile, bits):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tile", tree_attention_launch.TILES, ids=lambda tile: f"{tile.rows} rows")
 def test_tree_attention(tile, alone):
     """Nothing is spilled; tiles come by bulk copies; tiles of 64 rows or more use the warp-group products."""
@@ -146,7 +146,7 @@ WIDE = hier_fragments_launch.WIDE_TILES[2]
     ("bits", "tile", "most"),
     [
         (4, hier_fragments_launch.TILES[4][0], 2.1),
-        (4, replace(hier_fragments_launch.TILES[4][0], stages=2), 2.1),
+        pytest.param(4, replace(hier_fragments_launch.TILES[4][0], stages=2), 2.1, marks=pytest.mark.slow),
         pytest.param(4, hier_fragments_launch.tile_for(4, 4, 4, 16), 2.2, marks=pytest.mark.slow),
         pytest.param(4, hier_fragments_launch.TILES[4][1], 2.3, marks=pytest.mark.slow),
         (8, hier_fragments_launch.TILES[8][0], 2.4),

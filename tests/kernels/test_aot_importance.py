@@ -105,7 +105,7 @@ def merging_waits_for_memory_alone(kernel, constants, splits, chunk):
     assert not any(built.count(name) for name in ("LDL", "LDS", "STS", "BAR", "SHFL"))
 
 
-@pytest.mark.parametrize("splits", [2, 33, 128])
+@pytest.mark.parametrize("splits", [2, pytest.param(33, marks=pytest.mark.slow), 128])
 def test_merging(splits):
     constants = {"D": 128, "WIDTH": 128, "ROWS": 16}
     merging_waits_for_memory_alone(merging.merging.merge_kernel, constants, splits, merging.CHUNK)
@@ -114,7 +114,7 @@ def test_merging(splits):
 @pytest.mark.parametrize(
     "tile", (*fragments.TILES[4], fragments.WIDE_TILES[2]), ids=lambda tile: f"{tile.rows} rows"
 )
-@pytest.mark.parametrize("splits", [16, 264])
+@pytest.mark.parametrize("splits", [pytest.param(16, marks=pytest.mark.slow), 264])
 def test_merging_of_fragments(tile, splits):
     """Partial rows lie as the tensor cores left them."""
     constants = {"ROWS": 16 * tile.parts}

@@ -6,7 +6,7 @@ from attention_cases import dense_case, forest, hier_case
 
 from longtrain.kernels import devices
 from longtrain.kernels.fused_layer import Slots, write_rows
-from longtrain.kernels.hierarchical.attention import hier_attention
+from longtrain.kernels.hierarchical import hier_attention
 from longtrain.kernels.hierarchical.layout import RING, Lens, Split
 from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
 

@@ -5,8 +5,7 @@ import torch
 from attention_cases import distance, hier_case, mask_named
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.kernels.hierarchical import reference
-from longtrain.kernels.hierarchical.attention import hier_attention
+from longtrain.kernels.hierarchical import hier_attention, reference
 from longtrain.kernels.hierarchical.layout import Lens, Split
 from longtrain.kernels.hierarchical.reference import dequantise
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits

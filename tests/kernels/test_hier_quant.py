@@ -5,8 +5,8 @@ import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
 
 from longtrain.errors import DataError
-from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import reference as reference
+from longtrain.kernels import hierarchical
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import BLOCK, Lens, Split, check_shape
 
 
@@ -79,7 +79,7 @@ def test_rtn_is_the_papers():
 def test_blocks_read_back(split, dim):
     k, v = (strided(rows(2, 2, 384, dim, seed=seed)) for seed in (3, 4))
     planes = planes_of(split, dim=dim).layer(0)
-    hier_quant.quantise_blocks(k, v, planes, torch.tensor([3, 1]))
+    hierarchical.quantise_blocks(k, v, planes, torch.tensor([3, 1]))
     for bits, share in ((4, 0.5), (8, 1 / 16)):
         got_k, got_v = reference.dequantise(planes, bits)
         step_k = planes.k_step.float().repeat_interleave(BLOCK, 2)
@@ -99,16 +99,15 @@ def test_it_compiles_for_hopper_without_spills(split, dim):
     pytest.importorskip("triton", reason="the kernels need triton")
     import aot
 
-    from longtrain.kernels.hierarchical import quantise_kernel as hier_quant_launch
-    from longtrain.kernels.hierarchical.quantise_kernel import quantise_kernel
+    from longtrain.kernels.hierarchical.quantise_kernel import CHANNELS, WARPS, quantise_kernel
 
     types = {name: "*fp16" for name in ("ks_ptr", "kz_ptr", "vs_ptr", "vz_ptr")}
     types |= {name: "*u8" for name in ("ku_ptr", "kl_ptr", "vu_ptr", "vl_ptr")}
     types |= {"k_ptr": "*bf16", "v_ptr": "*bf16", "first_ptr": "*i64", "count_ptr": "*i64"}
     constants = {"D": dim, "C": BLOCK, "RING": 0, "FLOOR": split is Split.FLOOR}
-    constants["PARTS"] = dim // hier_quant_launch.CHANNELS
+    constants["PARTS"] = dim // CHANNELS
     strides = [f"{x}_{name}" for x in "kv" for name in "lbgn"]
-    warps = hier_quant_launch.WARPS[split]
+    warps = WARPS[split]
     built = aot.compile_kernel(quantise_kernel, types, constants, aligned=strides, warps=warps, stages=1)
     assert built.stack_bytes == 0 and built.registers * warps * 32 * 2 <= 65536
     assert built.count("LDG.E.128") and built.count("F2I") <= 4 and not built.count("LDG.E.U16")
@@ -124,19 +123,19 @@ def test_numbers_without_a_code_are_found(value):
     for layer, old, spot in ((0, True, (0, 1, 77, 5)), (1, False, (0, 0, 130, 60)), (1, False, (1, 1, 3, 0))):
         for name in ("k", "v"):
             planes, ring = filled(lens, {})
-            assert not hier_quant.unsound(planes, ring, lens).any()
+            assert not hierarchical.unsound(planes, ring, lens).any()
             planes, ring = filled(lens, {(name, layer, old): (spot, value)})
             expected = torch.zeros(2, 2, dtype=torch.bool)
             expected[layer, int(name == "v")] = True
-            assert torch.equal(hier_quant.unsound(planes, ring, lens), expected)
+            assert torch.equal(hierarchical.unsound(planes, ring, lens), expected)
     planes, ring = filled(
         lens, {("k", 0, False): ((0, 1, 20, 5), value), ("v", 1, True): ((1, 0, 9, 9), value)}
     )
-    assert not hier_quant.unsound(planes, ring, lens).any()
+    assert not hierarchical.unsound(planes, ring, lens).any()
 
 
 @pytest.mark.parametrize("split", Split)
-@pytest.mark.parametrize("largest", [hier_quant.LARGEST, -hier_quant.LARGEST])
+@pytest.mark.parametrize("largest", [hierarchical.LARGEST, -hierarchical.LARGEST])
 @pytest.mark.parametrize("others", ["usual", "equal", "opposite", "zero", "tiny", "odd"])
 def test_numbers_up_to_the_bound_are_taken(split, largest, others):
     """Wherever the rest of the group lies; what is read back from the largest is a number of fp16."""
@@ -148,8 +147,8 @@ def test_numbers_up_to_the_bound_are_taken(split, largest, others):
         if others != "usual":
             x.fill_(levels[others])
         x[:, :, 17, 5] = largest
-    hier_quant.quantise_blocks(k, v, planes.layer(0), torch.ones(2, dtype=torch.int64))
-    assert not hier_quant.unsound(planes, ring, lens).any()
+    hierarchical.quantise_blocks(k, v, planes.layer(0), torch.ones(2, dtype=torch.int64))
+    assert not hierarchical.unsound(planes, ring, lens).any()
     assert all(x.half().isfinite().all() for x in reference.dequantise(planes.layer(0), 8))
 
 
@@ -161,14 +160,14 @@ def filled(lens, spoilt):
         for (name, at, old), (spot, value) in spoilt.items():
             if at == layer:
                 ((k if name == "k" else v) if old else getattr(ring, name)[layer])[spot] = value
-        hier_quant.quantise_blocks(k, v, planes.layer(layer), torch.ones_like(lens.blocks_B))
+        hierarchical.quantise_blocks(k, v, planes.layer(layer), torch.ones_like(lens.blocks_B))
     return planes, ring
 
 
 def test_shapes_are_checked():
     planes = planes_of(Split.FLOOR).layer(0)
     with pytest.raises(DataError, match="head dim"):
-        hier_quant.quantise_blocks(rows(2, 2, 128, 128), rows(2, 2, 128, 128), planes, torch.ones(2).long())
+        hierarchical.quantise_blocks(rows(2, 2, 128, 128), rows(2, 2, 128, 128), planes, torch.ones(2).long())
     for heads, groups, dim in ((8, 2, 96), (8, 3, 64), (8, 0, 64)):
         with pytest.raises(Exception, match="allowed"):
             check_shape(n_heads=heads, n_kv_heads=groups, head_dim=dim)
@@ -184,7 +183,7 @@ def test_compiled_kernel_gives_the_same_bytes(split, dim):
         count_B = torch.tensor([8, 5], device="cuda")
         mine = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
         expected = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
-        hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
+        hierarchical.quantise_blocks(k, v, mine.layer(0), count_B)
         first_B = torch.zeros_like(count_B)
         reference.quantise_blocks(k[:, :, :1024], v[:, :, :1024], expected.layer(0), first_B, count_B)
         assert same(mine, expected) == []
@@ -193,8 +192,8 @@ def test_compiled_kernel_gives_the_same_bytes(split, dim):
         mine, host = (
             planes_of(split, layers=3, dim=dim, heads=4, blocks=9, device=d) for d in ("cuda", "cpu")
         )
-        hier_quant.flush_blocks(ring, mine, block_B, due_B)
+        hierarchical.flush_blocks(ring, mine, block_B, due_B)
         cpu = type(ring)(ring.k.cpu(), ring.v.cpu())
-        hier_quant.flush_blocks(cpu, host, block_B.cpu(), due_B.cpu())
+        hierarchical.flush_blocks(cpu, host, block_B.cpu(), due_B.cpu())
         assert all(torch.equal(getattr(mine, n).cpu(), getattr(host, n)) for n in ("k_upper", "v_lower"))
         assert int(mine.k_step.ne(0).sum()) == 3 * 4 * dim

@@ -7,7 +7,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.targets.attention import attend
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.loading import load_target, random_target, target_from_model
 from longtrain.targets.shapes import SHAPES
@@ -252,6 +254,25 @@ def test_windows_that_are_not_in_use_are_no_reason():
         {"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
     ):
         check_supported(AutoConfig.for_model(**values), "some/target")
+
+
+def test_a_window_of_the_whole_context_reads_as_none():
+    target = random_target({**SHAPES["mistral_micro"], "sliding_window": 64, "max_position_embeddings": 64})
+    plain = random_target({**SHAPES["mistral_micro"], "max_position_embeddings": 64})
+    prompts = [[3, 4, 5, 6, 7]]
+    made = [Engine(one).generate(prompts, max_new_tokens=50).tokens for one in (target, plain)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    "extra", [{"sliding_window": 4}, {"s_aux": torch.zeros(2)}, {"softcap": 50.0}, {"of_the_future": 1}]
+)
+def test_attention_of_another_kind_is_never_computed_as_plain(extra):
+    heads = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(TargetMismatchError, match=next(iter(extra))):
+        attend(torch.nn.Module(), heads, heads, heads, None, dropout=0.0, **extra)
+    with pytest.raises(ConfigError, match="called directly"):  # keywords that change nothing go through
+        attend(torch.nn.Module(), heads, heads, heads, None, sliding_window=None, use_cache=False)
 
 
 @pytest.mark.parametrize(

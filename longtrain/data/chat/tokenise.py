@@ -20,9 +20,11 @@ from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.data.read.adapters import Document
+from longtrain.data.read.encoder import Encoder
+from longtrain.data.read.kept import KeptText
 from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
-from longtrain.errors import ConfigError, DataError, first_line, is_failure
+from longtrain.errors import DataError
 from longtrain.log import get_logger
 from longtrain.progress import follow
 
@@ -36,7 +38,7 @@ DROPS = {
     "unanswered": "conversations that do not end with an answer",
     "unlabelled": "without any label",
     "empty": "with an empty answer",
-    "bad": "in error (data.on_error=skip)",
+    "bad": "in error",
 }
 NOTES = {
     "truncated": "shortened",
@@ -69,7 +71,7 @@ class Tokenise:
     known_ids: int
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    texts: dict[str, list[np.ndarray]] | None = None
+    texts: KeptText | None = None
     errors: list[DataError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,28 +85,39 @@ class Tokenise:
             DataError: nothing is left to train on.
         """
         synthetic = [(i, source) for i, (source, _) in enumerate(sources) if source.reader == "synthetic"]
-        self.texts = {} if synthetic else None
+        self.texts = KeptText(writer.folder) if synthetic else None
         self._check(sources)
-        for index, (source, found) in enumerate(sources):
-            if source.reader == "synthetic":
-                continue
-            before = self.counts["kept"] + self.counts["text only"]
-            files = len(found["files"]) if source.reader == "text" else None
-            for batch in batches(self._follow(self._read(source, found), source, total=files)):
-                self._add(writer, index, self._tokens(batch, index, source))
-            self.conversations.check_share()
-            if self.counts["kept"] + self.counts["text only"] == before:
-                first = f"; the first: {self.errors[0]}" if self.errors else ""
-                raise DataError(
-                    f"data source {source.reader} {source.where} gave no document; {self.summary()}{first}"
-                )
+        with self._encoder() as encoder:
+            for index, (source, found) in enumerate(sources):
+                if source.reader != "synthetic":
+                    self._write_source(writer, encoder, index, source, found)
         for index, source in synthetic:
-            stream = self._follow(self._synthetic(source), source)
-            for items in _groups(stream, BATCH_DOCUMENTS):
+            made = self._follow(self._synthetic(source), source)
+            for items in _groups(made, BATCH_DOCUMENTS):
                 self._add(writer, index, self._with_answers(items, source))
         self._hold_out_some(writer)
         if all(writer.val):
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
+
+    def _write_source(
+        self, writer: PreparedWriter, encoder: Encoder, index: int, source: SourceConfig, found: Inputs
+    ) -> None:
+        """Write one source's documents.
+
+        Raises:
+            DataError: it gave no document.
+        """
+        before = self.counts["kept"] + self.counts["text only"]
+        files = len(found["files"]) if source.reader == "text" else None
+        stream = batches(self._follow(self._read(source, found), source, total=files))
+        for batch, texts in encoder.batches(stream):
+            self._add(writer, index, self._tokens(batch, texts, index, source))
+        self.conversations.check_share()
+        if self.counts["kept"] + self.counts["text only"] == before:
+            first = f"; the first: {self.errors[0]}" if self.errors else ""
+            raise DataError(
+                f"data source {source.reader} {source.where} gave no document; {self.summary()}{first}"
+            )
 
     def _check(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Refuse settings that cannot work with any documents, before a source is read."""
@@ -133,12 +146,15 @@ class Tokenise:
 
     def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Have the target generate the missing answers, or the missing ones of the part of `answers`."""
-        self.texts = {}
+        self.answers.path.parent.mkdir(parents=True, exist_ok=True)
+        self.texts = KeptText(self.answers.path.parent)
         self._check(sources)
-        for index, (source, found) in enumerate(sources):
-            if source.reader != "synthetic":
-                for batch in batches(self._follow(self._read(source, found), source)):
-                    deque(self._tokens(batch, index, source), maxlen=0)
+        with self._encoder() as encoder:
+            for index, (source, found) in enumerate(sources):
+                if source.reader != "synthetic":
+                    stream = batches(self._follow(self._read(source, found), source))
+                    for batch, texts in encoder.batches(stream):
+                        deque(self._tokens(batch, texts, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
                 for items in _groups(self._follow(self._synthetic(source), source), BATCH_DOCUMENTS):
@@ -160,14 +176,19 @@ class Tokenise:
             log.warning("left out: %s", error)
 
     def _read(self, source: SourceConfig, found: Inputs) -> Iterator[Document]:
-        """Yield the documents of a source; errors are counted, and state the key to type."""
+        """Yield the documents of a source; errors are counted, and state the key to type.
+
+        A file of an installed package that cannot be read is left out, whatever `on_error` is, since it is
+        not the user's to mend.
+        """
+        refused = self._skip if found.get("packages") else self.report
         typed = rf"pass '++data.sources.{self.config.sources.index(source)}.columns=\1'"
 
         def report(error: DataError) -> None:
-            self.report(DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))))
+            refused(DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))))
             self.counts["documents"] += 1
 
-        return documents(source, found, report)
+        return documents(source, found, report, answered=not self.config.written_by_target(source))
 
     def _prompted(self, source: SourceConfig) -> bool:
         """Return True if this source's documents become pairs of prompt and response."""
@@ -218,14 +239,20 @@ class Tokenise:
         draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
         return int.from_bytes(draw[:8], "big")
 
-    def _tokens(self, batch: list[Document], index: int, source: SourceConfig) -> Iterator[Made]:
-        """Yield ids and mask of each document that is not skipped."""
+    def _encoder(self) -> Encoder:
+        """Return what tokenises the running text of all sources."""
+        config = self.config
+        return Encoder(self.tokenizer, workers=config.tokenise_workers, append_eos=config.append_eos)
+
+    def _tokens(
+        self, batch: list[Document], texts: Iterator[np.ndarray], index: int, source: SourceConfig
+    ) -> Iterator[Made]:
+        """Yield ids and mask of each document that is not skipped; `texts` are the ids of running text."""
         self.counts["documents"] += len(batch)
-        texts = iter(self._encode([document.text for document in batch if document.text is not None]))
         items: list[Made | PromptDocument] = []
         for document in batch:
             if document.text is not None:
-                ids_T = next(texts)
+                ids_T = next(texts).astype(np.int64)
                 self._keep_text(document, ids_T, index)
                 items += self._cut(document, ids_T, source)
             elif document.messages is not None:
@@ -256,7 +283,7 @@ class Tokenise:
         if self.texts is None or held_out:
             return
         marks = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
-        self.texts.setdefault(document.kind, []).append(ids_T[~np.isin(ids_T, marks)].astype(np.int32))
+        self.texts.add(document.kind, ids_T[~np.isin(ids_T, marks)])
 
     def _cut(
         self, document: Document, ids_T: np.ndarray, source: SourceConfig
@@ -323,27 +350,6 @@ class Tokenise:
                 self.conversations.count(len(made[1]), int(made[2].sum()))
             yield made
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        if not texts:
-            return []
-        try:
-            encoded = self.tokenizer(
-                texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )["input_ids"]
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise DataError(
-                f"the target's tokenizer fails on the text ({first_line(error)}); its files (tokenizer.json) "
-                "are damaged or do not belong together: get the target folder again"
-            ) from error
-        end = [self.tokenizer.eos_token_id] if self.config.append_eos else []
-        if end == [None]:
-            raise ConfigError(
-                "data.append_eos=true, but the tokenizer has no end-of-sequence token; set it to false"
-            )
-        return [np.asarray([*ids, *end], np.int64) for ids in encoded]
-
     def _limited(self, document: Document, ids_T: np.ndarray, mask_T: np.ndarray) -> Tokens | None:
         """Apply the length limit to a document's tokens; None if it is skipped."""
         if self.limit is None or len(ids_T) <= self.limit or self.config.long_documents == "split":
@@ -371,7 +377,7 @@ class Tokenise:
     def _synthetic(self, source: SourceConfig) -> Iterator[Made | PromptDocument]:
         """Yield a synthetic source's documents."""
         for item in synthetic_documents(
-            source, self.texts or {}, self.tokenizer, self.config, limit=self.limit
+            source, self.texts.streams() if self.texts else {}, self.tokenizer, self.config, limit=self.limit
         ):
             self.counts["documents"] += 1
             yield item

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from longtrain.progress import Progress
 AGAIN = "prepare again: longtrain prepare with the same recipe finds the damage and writes the folder anew"
 SHOWN_BYTES = 4 * 10**9
 """Progress is shown when more bytes than this are hashed."""
-_BLOCK_BYTES = 2**26
-_BLOCK_TOKENS = 2**24
+_BLOCK_BYTES = 2**22
+_BLOCK_TOKENS = 2**20
 
 File = tuple[str, int, int, int]
 """Path, inode, size in bytes, and time of the last change in ns."""
@@ -114,8 +114,7 @@ def check_ids(folder: Path, ids: np.ndarray, vocab_size: int) -> None:
         DataError: there is one.
     """
     if (highest := _highest.get(key := _key(folder / "ids.npy"))) is None:
-        blocks = range(0, len(ids), _BLOCK_TOKENS)
-        highest = max((int(ids[low : low + _BLOCK_TOKENS].max()) for low in blocks), default=-1)
+        highest = max((int(block.max()) for block in _blocks(folder / "ids.npy", ids)), default=-1)
         if _mtime_is_final(key):
             _highest[key] = highest
     if highest >= vocab_size:
@@ -123,6 +122,17 @@ def check_ids(folder: Path, ids: np.ndarray, vocab_size: int) -> None:
             f"{folder / 'ids.npy'} holds token id {highest}, outside the vocabulary of {vocab_size}; take "
             "the tokenizer files and the chat template that came with the target's weights, and prepare again"
         )
+
+
+def _blocks(path: Path, ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield all ids of a `.npy` file, block by block.
+
+    They are read, not mapped, since pages of a map count as this process's memory.
+    """
+    with path.open("rb", buffering=0) as file:
+        file.seek(path.stat().st_size - ids.nbytes)
+        while len(block := np.fromfile(file, ids.dtype, _BLOCK_TOKENS)):
+            yield block
 
 
 def sha256_file(path: Path) -> str:

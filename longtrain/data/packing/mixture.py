@@ -134,7 +134,7 @@ class MixtureSequences(RankSequences):
         start: items to leave out at the front.
 
     Raises:
-        ConfigError: no stages, or one counted in epochs (a mixture has none).
+        ConfigError: no stages, one counted in epochs (a mixture has none), or one with weights of kinds.
     """
 
     def __init__(
@@ -154,6 +154,10 @@ class MixtureSequences(RankSequences):
         self.sequences_per_step = sequences_per_step
         if not stages or any(s.epochs is not None for s in stages):
             raise ConfigError("data.stages of a mixture need steps or fraction each, and at least one stage")
+        if any(s.weights for s in stages):
+            raise ConfigError(
+                "data.stages.weights of a mixture: kinds are drawn by data.shares; leave it out"
+            )
         steps = [s.steps if s.steps is not None else (s.fraction or 0.0) * total_steps for s in stages]
         self.ends = np.cumsum(steps)
         self._step, self._tokens, self._documents = -1, 0, 0

@@ -18,6 +18,9 @@ import numpy as np
 from longtrain.data.config import PackingStage
 from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 WINDOW_ROWS = 64
 CARRY_BELOW = 0.9
@@ -120,7 +123,8 @@ def plan_run(
     rows: list[list[DocumentSpans]] = []
     left = total_steps
     for number, (stage, steps) in enumerate(zip(stages, lengths, strict=True)):
-        packer = _Packer(data, docs, per_doc[docs], stage, (seed, number), min_doc_tokens)
+        passes = _stage_weights(data, stage, per_doc)[docs]
+        packer = _Packer(data, docs[passes > 0], passes[passes > 0], stage, (seed, number), min_doc_tokens)
         made = (
             packer.steps(steps, sequences_per_step)
             if steps is not None
@@ -129,6 +133,20 @@ def plan_run(
         rows.append(made if left is None else made[: left * sequences_per_step])
         left = None if left is None else left - len(rows[-1]) // sequences_per_step
     return _join(stages, rows, sequences_per_step)
+
+
+def _stage_weights(data: Prepared, stage: PackingStage, per_doc: np.ndarray) -> np.ndarray:
+    """Return the passes over each document in an epoch of a stage, fp64: the source's, or the kind's.
+
+    A kind without documents, such as that of an optional source, is logged.
+    """
+    per_doc = per_doc.copy()
+    for kind, weight in stage.weights.items():
+        if kind in data.kinds:
+            per_doc[data.kind == data.kinds.index(kind)] = weight
+        else:
+            log.info("data.stages.weights: the prepared data holds no document of kind '%s'", kind)
+    return per_doc
 
 
 def plan_val(data: Prepared, stage: PackingStage, *, max_rows: int, min_doc_tokens: int = 2) -> Plan:
@@ -205,9 +223,10 @@ class _Packer:
 
     def __post_init__(self) -> None:
         if not len(self._cut(self.docs, 0 * self.docs).start):
+            weighted = f" and a weight above 0 ({self.stage.weights})" if self.stage.weights else ""
             raise DataError(
                 f"prepared data at {self.data.folder} has no training document of {self.min_doc_tokens} "
-                f"tokens or more with a label in it; check sources, masks and data.min_doc_tokens"
+                f"tokens or more with a label in it{weighted}; check sources, masks and data.min_doc_tokens"
             )
 
     def steps(self, steps: int, sequences_per_step: int) -> list[DocumentSpans]:

@@ -285,6 +285,9 @@ def _fingerprint(
     """
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
+    for one in plain:
+        if one["licences"] == "permissive":  # data prepared before this key existed stays current
+            del one["licences"]
     plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None

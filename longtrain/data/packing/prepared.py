@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from zipfile import BadZipFile
@@ -73,18 +75,18 @@ class PreparedWriter:
 
     folder: Path
     vocab_size: int
-    starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    val: list[bool] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    starts: array[int] = field(default_factory=partial(array, "q"))
+    lengths: array[int] = field(default_factory=partial(array, "q"))
+    labels: array[int] = field(default_factory=partial(array, "q"))
+    kinds: array[int] = field(default_factory=partial(array, "i"))
+    sources: array[int] = field(default_factory=partial(array, "i"))
+    val: bytearray = field(default_factory=bytearray)
     kind_names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ids = _Column(self.folder / "ids.npy", np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         self.mask = _Column(self.folder / "mask.npy", np.uint8)
+        self.names: IO[str] = (self.folder / "names.txt").open("w", encoding="utf-8")
 
     def add(
         self,
@@ -126,7 +128,8 @@ class PreparedWriter:
         self.kinds.append(self.kind_names.index(kind))
         self.sources.append(source)
         self.val.append(val)
-        self.names.append(" ".join(name.split()) or "unnamed")
+        self.names.write(" ".join(name.split()) or "unnamed")
+        self.names.write("\n")
         self.ids.append(ids_T)
         self.mask.append(mask_T)
 
@@ -134,18 +137,17 @@ class PreparedWriter:
         """Write the index, the hashes and, last, the manifest."""
         self.ids.close()
         self.mask.close()
+        self.names.close()
         columns: dict[str, np.ndarray] = {
             "start": np.asarray(self.starts, np.int64),
             "length": np.asarray(self.lengths, np.int64),
             "labels": np.asarray(self.labels, np.int64),
             "kind": np.asarray(self.kinds, np.int32),
             "source": np.asarray(self.sources, np.int32),
-            "val": np.asarray(self.val, bool),
+            "val": np.frombuffer(bytes(self.val), np.uint8).astype(bool),
         }
         with (self.folder / "docs.npz").open("wb") as file:
             np.savez(file, allow_pickle=False, **columns)
-        names = "".join(f"{name}\n" for name in self.names)
-        (self.folder / "names.txt").write_text(names, encoding="utf-8")
         val = columns["val"]
         counts = {
             "documents": len(self.starts),

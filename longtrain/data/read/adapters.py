@@ -62,7 +62,9 @@ class Document:
     group: str = ""
 
 
-def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> list[Document]:
+def adapt(
+    adapter: str, row: Row, columns: Columns, *, name: str, kind: str, answered: bool = True
+) -> list[Document]:
     """Return the documents of one row.
 
     Args:
@@ -71,6 +73,7 @@ def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> 
         columns: adapter column -> corpus column, where the names differ.
         name: the name of the row.
         kind: text kind; empty: the adapter's own.
+        answered: False if the answer is not needed: a row without one then has an empty answer.
 
     Raises:
         ConfigError: no such adapter.
@@ -78,6 +81,8 @@ def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> 
     """
     if adapter not in ADAPTERS:
         raise ConfigError(f"unknown row adapter '{adapter}'; known: {', '.join(sorted(ADAPTERS))}")
+    if not answered and all(row.get(key) is None for key in ANSWERS):
+        row = {**row, "response": ""}
     return [
         Document(**{**vars(doc), "name": name if i == 0 else f"{name}/{i}", "kind": kind or doc.kind})
         for i, doc in enumerate(ADAPTERS[adapter](row, columns, name))

@@ -28,6 +28,7 @@ from longtrain.data.read.files import (
     refuse,
     stem,
 )
+from longtrain.data.read.licences import choose
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.errors import DataError
 
@@ -40,6 +41,8 @@ BATCH_DOCUMENTS = 512
 
 def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
     """Return the inputs that a source's documents depend on: files with sha256, or Hub datasets with commits.
+
+    Of a folder with an installed environment they also list the packages with their licences.
 
     Args:
         source: a source of the config.
@@ -57,7 +60,13 @@ def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
         parts = [{**asdict(p), "commit": resolve(p, before.get((p.hub, p.revision)))} for p in manifest.parts]
         return {"manifest": manifest.name, "parts": parts}
     seen = {item["path"]: item for item in (known or {}).get("files", ())}
-    return {"files": [_file(path, seen.get(str(path))) for path in _find(source)]}
+    paths = _find(source)
+    packages: list[dict[str, Any]] = []
+    root = place(str(source.where))
+    if root.is_dir() and source.licences == "permissive":
+        paths, packages = choose(root, paths)
+    files = [_file(path, seen.get(str(path))) for path in paths]
+    return {"files": files, "packages": packages} if packages else {"files": files}
 
 
 def digest(values: Inputs) -> str:
@@ -69,20 +78,27 @@ def digest(values: Inputs) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def documents(source: SourceConfig, found: Inputs, report: Report = refuse) -> Iterator[Document]:
+def documents(
+    source: SourceConfig, found: Inputs, report: Report = refuse, *, answered: bool = True
+) -> Iterator[Document]:
     """Yield the documents of a source, in a fixed order.
 
     Args:
         source: a source of the config; not `synthetic`, which is written from other sources' tokens.
         found: the result of `inputs` for it.
         report: called with the error of a file or row that cannot be read.
+        answered: False if the target is to answer: rows of questions then need no answer.
 
     Raises:
         DataError: from `report`.
     """
-    read = {"text": _texts, "manifest": _manifest}.get(source.reader, _rows)
+    if source.reader == "text":
+        read = _texts(source, found, report)
+    else:
+        rows_of = _manifest if source.reader == "manifest" else _rows
+        read = rows_of(source, found, report, answered=answered)
     val = {"auto": None, "train": False, "val": True}[source.split]
-    for document in read(source, found, report):
+    for document in read:
         yield replace(document, kind=source.kind or document.kind, val=val)
 
 
@@ -117,7 +133,7 @@ def _texts(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Docu
         yield from _read_or_report(partial(_text, path, stem(path), "text"), report)
 
 
-def _rows(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Document]:
+def _rows(source: SourceConfig, found: Inputs, report: Report, *, answered: bool) -> Iterator[Document]:
     adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
     files = [Path(file["path"]) for file in found["files"]]
     if files[0].suffix.lower() in CODE_SUFFIXES:
@@ -125,7 +141,8 @@ def _rows(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Docum
         return
     named = (item for file in files for item in read_jsonl(file, report))
     for name, row in islice(named, source.rows):
-        yield from _read_or_report(partial(adapt, adapter, row, source.columns, name=name, kind=""), report)
+        read = partial(adapt, adapter, row, source.columns, name=name, kind="", answered=answered)
+        yield from _read_or_report(read, report)
 
 
 def _source_tree(root: Path, files: list[Path], source: SourceConfig, report: Report) -> Iterator[Document]:
@@ -148,14 +165,14 @@ def _read_or_report(read: Callable[[], list[Document]], report: Report) -> list[
         return []
 
 
-def _manifest(source: SourceConfig, found: Inputs, report: Report) -> Iterator[Document]:
+def _manifest(source: SourceConfig, found: Inputs, report: Report, *, answered: bool) -> Iterator[Document]:
     parts = Manifest.load(need(source.where, "manifest")).parts
     total = sum(part.share for part in parts)
     for part, item in zip(parts, found["parts"], strict=True):
         limit = None if source.rows is None else max(1, round(source.rows * part.share / total))
         for name, row in rows(part, item["commit"], limit, report):
             columns = {**part.columns, **source.columns}
-            read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind)
+            read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind, answered=answered)
             yield from _read_or_report(read, report)
 
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from longtrain.errors import DataError
 
 Ids: TypeAlias = NDArray[np.int32]
+_BLOCK = 2**20
+"""Number of tokens that are searched for breaks at once."""
 
 
 class Role(IntEnum):
@@ -74,10 +76,13 @@ class TextStream:
         line = np.array([text[-1:] == "\n" for text in token_text])
         letter = np.array([text[:1].isalpha() for text in token_text])
         self.spaced_V = np.array([text[:1] == " " and text[1:2].isalpha() for text in token_text])
-        before, after = ids_T[:-1], ids_T[1:]
-        self.break_at = 1 + np.flatnonzero(
-            (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
-        )
+        found = [np.zeros(0, np.int64)]
+        for low in range(0, len(ids_T) - 1, _BLOCK):
+            part = np.asarray(ids_T[low : low + _BLOCK + 1])
+            before, after = part[:-1], part[1:]
+            breaks = (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
+            found.append(low + 1 + np.flatnonzero(breaks))
+        self.break_at = np.concatenate(found)
 
     def text(self, ids_T: NDArray[np.integer]) -> str:
         """Decode tokens to text, each separately."""

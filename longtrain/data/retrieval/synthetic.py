@@ -208,7 +208,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
 
 def synthetic_documents(
     source: SourceConfig,
-    texts: Mapping[str, list[np.ndarray]],
+    texts: Mapping[str, np.ndarray],
     tokenizer: Any,
     config: DataConfig,
     *,
@@ -221,7 +221,7 @@ def synthetic_documents(
             sentences are labels) or `synthetic: questions` (one question at the end of a prompt); `rows` is
             the number of documents; options are `doc_tokens: [shortest, longest]` (of a document or prompt;
             lengths are log-uniform; default `prompt_tokens`) and `tasks: [NAME, ...]`.
-        texts: text kind -> token ids of training documents.
+        texts: text kind -> token ids of training documents, end to end (a memory map will do).
         tokenizer: the target's.
         config: seed, `prompt_tokens`, `question`, `answer_tokens`.
         limit: largest number of tokens of a prompt and its answer; None: no limit.
@@ -237,7 +237,7 @@ def synthetic_documents(
             f"data.books=PATH"
         )
     token_text = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-    streams = [TextStream(np.concatenate(parts), token_text, kind) for kind, parts in texts.items()]
+    streams = [TextStream(ids_T, token_text, kind) for kind, ids_T in texts.items()]
     writer = _writer(tokenizer, streams)
     shortest, longest = _lengths(source, config)
     if source.where == "questions" and limit is not None:

@@ -18,6 +18,8 @@ LONG_OUTPUT, LONG_PARTS = 256, 8
 """From `LONG_OUTPUT` generated tokens on, the sequence is divided into `LONG_PARTS` parts instead."""
 LOOPING = 0.2
 """A sequence counts as repetitive if more than this share of it repeats its own earlier tokens."""
+ENDS = 50
+"""Tokens at the beginning and at the end of an answer whose acceptance length is reported."""
 ACCEPTANCE = "acceptance length"
 """Name of the scale of suites whose score is `tau_of`."""
 
@@ -62,7 +64,13 @@ def acceptance_of(
             for low, high in parts
         ],
         "cycles": sum(not cycle.ended for row in rows for cycle in row),
+        **copied_of(stats),
     }
+
+
+def copied_of(stats: Stats) -> Json:
+    """The share of accepted tokens that look-up copied from the text; nothing where it copied none."""
+    return {"copied_share": round(stats.copied_share, 4)} if stats.copied_share > 0 else {}
 
 
 def position_edges(tokens: int, parts: int | None = None) -> list[int]:
@@ -81,6 +89,22 @@ def tau_of(rows: Iterable[Sequence[Cycle]]) -> Sums:
     cycles.
     """
     return _sums(rows, lambda cycle: (cycle.tokens, 1))
+
+
+def ends_of(row: Sequence[Cycle], tokens: int, ends: int = ENDS) -> tuple[list[Cycle], list[Cycle]] | None:
+    """The cycles that begin among the first and among the last `ends` tokens of an answer.
+
+    Args:
+        row: the answer's draft-verify cycles.
+        tokens: number of tokens of the answer.
+        ends: number of tokens at either end.
+
+    Returns: None for an answer in which the two overlap.
+    """
+    if tokens < 2 * ends:
+        return None
+    first = [cycle for cycle in row if cycle.position < ends]
+    return first, [cycle for cycle in row if cycle.position >= tokens - ends]
 
 
 def _sums(rows: Iterable[Sequence[Cycle]], of: Callable[[Cycle], tuple[int, int]]) -> Sums:

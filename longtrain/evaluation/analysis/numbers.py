@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from longtrain.decoding.stats import repeated
-from longtrain.evaluation.analysis.acceptance import ACCEPTANCE, LOOPING, tau_of
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE, ENDS, LOOPING, ends_of, tau_of
 from longtrain.evaluation.analysis.statistics import (
     NOTHING,
     Bootstrap,
@@ -19,12 +19,13 @@ from longtrain.evaluation.analysis.statistics import (
     mean_of_ratios,
     paired_difference,
     paired_mean_difference,
+    paired_mean_quotient,
     paired_quotient,
     pooled_ratio,
     wilson,
 )
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.suite import Metric
+from longtrain.evaluation.suite import DIVERGENCE, Metric
 from longtrain.former_names import with_new_keys
 
 Json = dict[str, Any]
@@ -32,6 +33,15 @@ Numbers = Mapping[str, float]
 Share = tuple[float, float]
 Pair = tuple[Numbers, Numbers]
 """The numbers of one example with two systems, or in two runs."""
+DRAFTED = (
+    Metric("repeated", "repeated_tokens", "output_tokens", "mean", "percent", main=True),
+    Metric("τ, not repetitive", "fresh_tokens", "fresh_cycles", main=True),
+    Metric(f"τ, first {ENDS} tokens", "first_tokens", "first_cycles", main=True),
+    Metric(f"τ, last {ENDS} tokens", "last_tokens", "last_cycles", main=True),
+)
+"""Metrics of every run with a draft: how repetitive its text is, acceptance without such text, and acceptance
+at the beginning and the end of long answers.
+"""
 
 
 def numbers_of(record: Record) -> dict[str, float]:
@@ -43,7 +53,8 @@ def numbers_of(record: Record) -> dict[str, float]:
     `full_cache_bytes` and `draft_bytes` (the first answer's cache while decoding and before eviction, and
     the draft's own memory beside it); of drafts `cycle_tokens` over `cycles`, which is the acceptance
     length, and `fresh_tokens` over `fresh_cycles`, which is that of sequences that do not repeat
-    themselves: loops flatter a draft.
+    themselves: loops flatter a draft; of answers of twice `ENDS` tokens or more also `first_tokens` over
+    `first_cycles` and `last_tokens` over `last_cycles`, at their beginning and end.
     """
     found = {"one": 1.0, **({} if record.score is None else {"score": record.score})}
     if record.failed:
@@ -60,7 +71,31 @@ def numbers_of(record: Record) -> dict[str, float]:
         found |= {"cycle_tokens": sum(tokens), "cycles": sum(cycles)}
         if found.get("repeated_tokens", 0) <= LOOPING * max(1, record.output_tokens):
             found |= {"fresh_tokens": found["cycle_tokens"], "fresh_cycles": found["cycles"]}
+        turns = zip(record.rows(), record.turns, strict=False)
+        parts = [ends for row, turn in turns if (ends := ends_of(row, turn.output_tokens))]
+        for name, rows in zip(("first", "last"), zip(*parts, strict=True), strict=False):
+            tokens, cycles = tau_of(rows)
+            found |= {f"{name}_tokens": sum(tokens), f"{name}_cycles": sum(cycles)}
     return found | dict(record.measures or {})
+
+
+def repetition_notes(systems: Sequence[Json]) -> list[str]:
+    """A note if drafts, or caches along the full cache's texts, were measured on text that mostly repeats
+    itself.
+
+    Args:
+        systems: the entries of `results["systems"]`.
+    """
+    repeated, fresh = (metric.name for metric in DRAFTED[:2])
+    metrics = [system["metrics"] for system in systems]
+    shares = [one[repeated]["value"] for one in metrics if repeated in one]
+    if not shares or max(shares) <= LOOPING:
+        return []
+    start = f"{100 * max(shares):.0f}% of the text repeats what its answer held before, which flatters every "
+    if all(system["acceptance"] is None for system in systems):
+        return [f"{start}cache; on other prompts more can change"]
+    without = "" if any(fresh in one for one in metrics) else ", and no answer is without it"
+    return [f"{start}draft{without}; acceptance on other prompts can be lower"]
 
 
 POSITION = "position"
@@ -90,7 +125,12 @@ def stretches_of(record: Record) -> list[Record]:
 
 
 def kept_share(record: Record) -> float | None:
-    """Share of the prompt's KV entries that stay in the cache, mean over turns; None if unknown."""
+    """Share of the prompt's KV entries that stay in the cache, mean over turns; None if unknown.
+
+    Of a measured task that states the bytes of the cache, the share of bytes.
+    """
+    if record.measures is not None and {"cache_bytes", "full_cache_bytes"} <= set(record.measures):
+        return record.measures["cache_bytes"] / record.measures["full_cache_bytes"]
     if record.measures is not None and {"kept_entries", "context_tokens"} <= set(record.measures):
         return record.measures["kept_entries"] / record.measures["context_tokens"]
     return mean(turn.kept_entries / turn.prompt_tokens for turn in record.turns if turn.prompt_tokens)
@@ -144,16 +184,23 @@ class ScoreScale:
         ratios = [(self.ratio(a for a, _ in some), self.ratio(b for _, b in some)) for some in strata]
         return paired_mean_difference(ratios, draw, of=self.of, bounds=self.bounds)
 
+    def quotient(self, strata: Iterable[Sequence[Pair]], draw: Bootstrap) -> Interval:
+        """The mean over strata of the first ratio of sums over that of the second, over the same examples."""
+        ratios = [(self.ratio(a for a, _ in some), self.ratio(b for _, b in some)) for some in strata]
+        return paired_mean_quotient(ratios, draw)
+
 
 def scale_of(scale: Mapping[str, Any]) -> ScoreScale:
-    """The `ScoreScale` of a suite's scale: `maximum` times the mean, exp(Σ nats / Σ tokens), or tokens a
-    cycle.
+    """The `ScoreScale` of a suite's scale: `maximum` times the mean, exp(Σ nats / Σ tokens), nats a token, or
+    tokens a cycle.
 
     Args:
         scale: `name` and `maximum` of the suite's scale.
     """
     if scale["name"] == "perplexity":
         return ScoreScale(lambda one: _share(one, "nats", "tokens"), np.exp, (1.0, math.inf))
+    if scale["name"] == DIVERGENCE:
+        return ScoreScale(lambda one: _share(one, "divergence", "tokens"))
     if scale["name"] == ACCEPTANCE:  # plain decoding gives one token a cycle
         return ScoreScale(
             lambda one: _share(one, "cycle_tokens", "cycles") or _share(one, "one", "one", "output_tokens"),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import DataError
 from longtrain.evaluation.analysis.acceptance import acceptance_of, position_edges, tau_of
 from longtrain.evaluation.analysis.numbers import (
+    DRAFTED,
     POSITION,
     Numbers,
     Pair,
@@ -34,7 +35,7 @@ from longtrain.evaluation.analysis.statistics import (
     pooled_ratio,
 )
 from longtrain.evaluation.records import Parting, Record, parting
-from longtrain.evaluation.suite import Suite, Summary
+from longtrain.evaluation.suite import DIVERGENCE, Suite, title_and_notes
 from longtrain.evaluation.task import Task
 from longtrain.systems import System
 
@@ -53,6 +54,8 @@ Judgement = Callable[[System, str, Sequence[Record], Sequence[Parting]], tuple[J
 """(system, task, compared records, where they differ) -> (a verdict, metrics of each difference)."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of metrics whose differences between two systems, or two runs, are reported."""
+AVERAGE = "average"
+"""The task's name in a difference between the averages of two systems."""
 
 
 def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record]) -> Table:
@@ -115,6 +118,8 @@ def assemble(
     Raises:
         DataError: a record of an unknown system, task or example, or two of one example.
     """
+    if any(system.drafts for system in systems):
+        suite = replace(suite, metrics=(*DRAFTED, *suite.metrics))
     found = by_example(suite, systems, records)
     full = next((system.name for system in systems if system.kind == "full"), None)
     book = _Metrics(suite, found, draw, full=full, strict=bool(target.get("strict")), judge=judge)
@@ -143,21 +148,6 @@ def assemble(
     )
 
 
-def title_and_notes(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
-    """The title of a result with all these systems, and its notes.
-
-    If systems have different titles, the longest is used, since it names the departures from the benchmark.
-
-    Args:
-        summaries: one for each system's name.
-    """
-    notes = list(dict.fromkeys(note for summary in summaries.values() for note in summary.notes))
-    titles = {summary.title for summary in summaries.values()}
-    if len(titles) > 1:
-        notes += [f"{name} alone: {summary.title}" for name, summary in summaries.items()]
-    return max(sorted(titles), key=len), notes
-
-
 class _Metrics:
     """Computes the metrics of one run. A system's records are given as strata: one list for each task, in
     order.
@@ -176,6 +166,7 @@ class _Metrics:
         self.suite, self.found, self.draw = suite, found, draw
         self.full, self.strict, self.judge = full, strict, judge
         self.reading = scale_of(asdict(suite.scale))
+        self.distances = suite.scale.name == DIVERGENCE
         self.known: dict[int, Numbers] = {}
         self.parts: dict[int, list[Record]] = {}
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
@@ -214,15 +205,24 @@ class _Metrics:
         return entries
 
     def differences(self, first: str, second: str) -> list[Json]:
-        """The differences between two systems for each task, over the same examples."""
-        entries = []
+        """The differences between two systems for each task, over the same examples.
+
+        Distances from the full cache are also compared by their quotient, for each task and for the averages.
+        """
+        strata = {task: [self._numbers_of_pairs(some, second)] for task, some in self.found[first].items()}
+        if self.distances and len(strata) > 1:
+            strata[AVERAGE] = [pairs for one in strata.values() for pairs in one]
         plain = [metric for metric in self.suite.metrics if metric.kind in PLAIN_KINDS]
-        for task, some in self.found[first].items():
-            pairs = self._numbers_of_pairs(some, second)
-            mine, other = (self.reading.ratio(pair[side] for pair in pairs) for side in (0, 1))
-            entry: Json = {"first": first, "second": second, "task": task}
-            entry["score"] = verdict(paired_difference(mine, other, self.draw))
-            entry["metrics"] = {one.name: change_of(one, pairs, self.draw).to_json() for one in plain}
+        entries = []
+        for task, some in strata.items():
+            every = [pair for pairs in some for pair in pairs]
+            mine, other = (self.reading.ratio(pair[side] for pair in every) for side in (0, 1))
+            one_task = paired_difference(mine, other, self.draw)
+            gap = self.reading.difference(some, self.draw) if task == AVERAGE else one_task
+            entry: Json = {"first": first, "second": second, "task": task, "score": verdict(gap)}
+            entry["metrics"] = {one.name: change_of(one, every, self.draw).to_json() for one in plain}
+            if self.distances:
+                entry["quotient"] = self.reading.quotient(some, self.draw).to_json()
             entries.append(entry)
         return entries
 
@@ -284,8 +284,11 @@ class _Metrics:
         return metrics_of(self.suite.metrics, numbers, self.draw)
 
     def _versus(self, strata: Sequence[Sequence[Record]]) -> Json | None:
-        """The mean over tasks of the difference from the full cache, over the same examples."""
-        pairs = self._beside_full(strata)
+        """The mean over tasks of the difference from the full cache, over the same examples.
+
+        None where the score itself is a distance from the full cache.
+        """
+        pairs = None if self.distances else self._beside_full(strata)
         return None if pairs is None else verdict(self.reading.difference(pairs, self.draw))
 
     def _exactness(self, system: System, name: str, some: Sequence[Record]) -> Json | None:

@@ -195,6 +195,27 @@ def paired_mean_difference(
     return _mean(metrics, lambda ratios: of(ratios[0]) - of(ratios[1]), draw, (-most, most))
 
 
+def paired_mean_quotient(strata: Sequence[tuple[Ratio, Ratio]], draw: Bootstrap = USUAL) -> Interval:
+    """The plain mean over tasks of the first ratios over that of the second, each task's prompts resampled
+    together.
+
+    Resamples whose second mean is 0 are skipped; if that of the prompts themselves is 0, the value is NaN.
+    Arguments and errors are those of `paired_mean_difference`.
+    """
+    used = [metrics for metrics in (_counting(*pair) for pair in strata) if len(metrics[0])]
+    means = [np.mean([_ratio(metrics[side]) for metrics in used]) for side in (0, 1)] if used else [0.0, 0.0]
+    if means[1] == 0:
+        return NOTHING
+    total_2R = np.zeros((2, draw.resamples))
+    for place, metrics in enumerate(used):
+        n = len(metrics[0])
+        index_RN = np.random.default_rng((draw.seed, place)).integers(0, n, size=(draw.resamples, n))
+        total_2R += _drawn(metrics, index_RN)
+    there_R = total_2R[1] > 0
+    count = sum(len(metrics[0]) for metrics in used)
+    return draw.interval(float(means[0] / means[1]), np.divide(*total_2R[:, there_R]), count)
+
+
 def _pooled(metrics: MetricArrays, combine: Combine, draw: Bootstrap) -> Interval:
     """A metric with its percentile interval."""
     n = len(metrics[0])

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import DataError
 from longtrain.evaluation.harness.plan import Place, Unit
@@ -56,7 +57,7 @@ class DecodingRequest:
 
     max_new_tokens: int
     sampling: Sampling
-    ignore_eos: bool = True
+    ignore_eos: bool = False
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ class DecodingRequest:
         engine: Engine,
         prompts: Sequence[Encoded],
         *,
-        shape: TreeShape,
+        shape: TreeShape | ShapeChoice,
         sequence_ids: Sequence[int] | None = None,
     ) -> Generation:
         """Decode the prompts with an engine."""
@@ -126,7 +127,11 @@ class Answerer:
             task: the task of the examples.
             examples: examples that fit into memory together.
         """
-        found = task.measure(self.target, system.parts, examples)
+        parts = system.parts
+        if task.one_prefill:
+            self._scores.expect([task.name, *(one.id for one in examples)])
+            parts = self._sharing(parts)
+        found = task.measure(self.target, parts, examples)
         for one, metrics in zip(examples, found, strict=True):
             for name, value in metrics.items():
                 if not math.isfinite(value):
@@ -218,7 +223,7 @@ class Answerer:
                     "suite.max_prompt_tokens or suite.max_new_tokens, or take a target with a longer window"
                 )
         engine = self._engine(system)
-        engine.limits = Limits(len(prompts), info.max_positions, max(system.shape.n_nodes, 1))
+        engine.limits = Limits(len(prompts), info.max_positions, max(system.nodes, 1))
         looked_at = system.name == self.first and task.compares_scores(unit.examples)
         self._scores.expect([prompt.ids for prompt in prompts], wanted=looked_at)
         if isinstance(system.parts.evictor, TakesAnswers):
@@ -234,11 +239,14 @@ class Answerer:
 
     def _engine(self, system: System) -> Engine:
         if system.name not in self._engines:
-            parts, evictor = system.parts, system.parts.evictor
-            if evictor is not None:
-                parts = replace(parts, evictor=SharingEvictor(evictor, self._scores))
-            self._engines[system.name] = Engine(self.target, parts)
+            self._engines[system.name] = Engine(self.target, self._sharing(system.parts))
         return self._engines[system.name]
+
+    def _sharing(self, parts: Parts) -> Parts:
+        """The parts, with an evictor that shares its importance scores with the group's other systems."""
+        if parts.evictor is None:
+            return parts
+        return replace(parts, evictor=SharingEvictor(parts.evictor, self._scores))
 
     def _ranks(
         self, system: System, task: Task, examples: Sequence[Example], prompts: Sequence[Encoded]

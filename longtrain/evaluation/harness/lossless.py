@@ -172,7 +172,7 @@ class LosslessCheck:
         gap = max(gap, gap_of(logits_TV[at - first :], [other], barred=barred, bars=bars - (at - first)))
         if not measures:
             return Reread(gap)
-        noise = noise_of(self.target, system.parts, passage, logits_TV, rows=system.shape.n_nodes)
+        noise = noise_of(self.target, system.parts, passage, logits_TV, rows=system.nodes)
         least = spacing(float(logits_TV.abs().max()), self.target.dtype)
         return Reread(gap, max(noise, least), len(logits_TV))
 

@@ -15,7 +15,7 @@ from longtrain.errors import DataError, LongtrainError
 from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
 from longtrain.evaluation.harness.results_journal import first_difference
-from longtrain.evaluation.suite import AGREEMENT, Scale, Suite
+from longtrain.evaluation.suite import AGREEMENT, DIVERGENCE, Scale, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import as_json, lock, read_json, write_files
 from longtrain.log import get_logger
@@ -110,7 +110,7 @@ def exempt(suite: Suite) -> str:
     """The reason why a suite has no full-cache score to compare, or an empty string if it has one."""
     if suite.scale.name == ACCEPTANCE:
         return "plain decoding gives one token a forward whatever the target, so there is nothing to compare"
-    if suite.scale.name == AGREEMENT:
+    if suite.scale.name in (AGREEMENT, DIVERGENCE):
         return "the full cache agrees with itself whatever the target, so there is nothing to compare"
     if not suite.full_cache:
         return "the full cache is not run, so there is nothing to compare"

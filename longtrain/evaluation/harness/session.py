@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
+from longtrain.evaluation.analysis.numbers import repetition_notes
 from longtrain.evaluation.analysis.results import assemble
 from longtrain.evaluation.analysis.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
@@ -191,6 +192,7 @@ class Session:
         found["notes"] = [*self._unverified_notes(), *found["notes"]]
         found["notes"] += [
             *unsolved(self.suite, found),
+            *repetition_notes(found["systems"]),
             *self._lossless.notes(found),
             *self._memory_notes(records),
         ]

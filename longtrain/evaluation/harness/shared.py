@@ -6,12 +6,12 @@ Shapes: L layers, B batch, G KV heads, S prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
-from longtrain.methods.policies.base import Scorer, fits
+from longtrain.methods.policies.base import Scorer
 
 if TYPE_CHECKING:
     from longtrain.cache.thinning import ThinningCache
@@ -31,10 +31,10 @@ class BatchScores:
         """Whether somebody looks at the scores, so that they are computed where nothing has to be evicted."""
         self.known = False
         self.s_LBGS: Tensor | None = None
-        self._prompts: Sequence[Sequence[int]] = ()
+        self._prompts: Sequence[Any] = ()
 
-    def expect(self, prompts: Sequence[Sequence[int]], *, wanted: bool = False) -> None:
-        """Announce the next prompts; scores of other prompts are dropped."""
+    def expect(self, prompts: Sequence[Any], *, wanted: bool = False) -> None:
+        """Announce the next prompts, by their tokens or names; scores of other prompts are dropped."""
         if prompts != self._prompts:
             self._prompts, self.known, self.s_LBGS = prompts, False, None
         self.wanted = wanted
@@ -77,7 +77,7 @@ class SharingEvictor:
     def select(self, run: PromptRun) -> Keep | None:
         """See `Evictor`."""
         budget = getattr(self.evictor, "budget", None)
-        if self.scorer is None or budget is None or (fits(run.lengths, budget) and not self.scores.wanted):
+        if self.scorer is None or budget is None or (budget.covers(run.lengths) and not self.scores.wanted):
             return self.evictor.select(run)
         if not (self.reuses and self.scores.known):
             self.scores.put(self.scorer.scores(run))

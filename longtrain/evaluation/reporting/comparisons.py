@@ -19,20 +19,16 @@ from longtrain.evaluation.reporting.document import (
     number,
     to_markdown,
 )
-from longtrain.evaluation.reporting.tables import FULL, NAME, PLAIN, acceptance_rate, tau
+from longtrain.evaluation.reporting.speeds import CPU_NOTE, first_batch, memory, of_first_tokens, times
+from longtrain.evaluation.reporting.tables import FULL, NAME, PLAIN, acceptance_rate, score_digits, tau
 from longtrain.tables import DASH, tokens
 
 Json = dict[str, Any]
 Plain = tuple[list[str], list[list[str]]]
 """Headings and table lines as strings."""
-CPU_NOTE = (
-    "Measured on a CPU, where other work and the number of threads change a time by a factor from run to "
-    "run: these times do not predict speed on a GPU."
-)
-"""Note below speeds measured on a CPU."""
 FIRST_TOKEN: list[Column] = [
-    ("ms to the first token", lambda one: number(1e3 * one["first_token_s"], 1)),
-    ("more than the full cache", lambda one: f"{100 * one['first_token_overhead']:+.1f}%"),
+    ("ms to the first token", lambda one: number(_ms(one.get("first_token_s")), 1)),
+    ("more than the full cache", lambda one: _more(one.get("first_token_overhead"))),
 ]
 """Columns for one-token answers, whose time shows the cost of eviction or selection on top of the prefill."""
 
@@ -54,12 +50,12 @@ def compare_report(compared: Json) -> list[Part]:
         compared: the output of `compare.compare`.
     """
     first, second = (run["label"] for run in compared["runs"])
-    pairs = compared["pairs"]
+    pairs, digits = compared["pairs"], score_digits(compared["scale"])
     scores = {(pair["name"], task["task"]): task["score"] for pair in pairs for task in pair["tasks"]}
     names = dict.fromkeys(task for _, task in scores)
     own = dict.fromkeys(name for pair in pairs for name in pair["metrics"])
     metrics = columns_of(own, lambda pair, name: difference(pair["metrics"].get(name), digits=4))
-    tasks = columns_of(names, lambda pair, task: difference(scores.get((pair["name"], task))))
+    tasks = columns_of(names, lambda pair, task: difference(scores.get((pair["name"], task)), digits=digits))
     return [
         Paragraph(f"{compared['title']}: {first} and {second}", title=True),
         Paragraph(
@@ -76,11 +72,12 @@ def compare_report(compared: Json) -> list[Part]:
 def _pairs(compared: Json) -> ReportTable:
     """One line for each pair: both scores, their difference, and the difference in acceptance length."""
     scale, (first, second) = compared["scale"]["name"], (run["label"] for run in compared["runs"])
+    digits = score_digits(compared["scale"])
     columns: list[Column] = [
         NAME,
-        (f"{scale}, {first}", lambda pair: interval(pair["average"]["first"])),
-        (f"{scale}, {second}", lambda pair: interval(pair["average"]["second"])),
-        ("difference", lambda pair: difference(pair["average"])),
+        (f"{scale}, {first}", lambda pair: interval(pair["average"]["first"], digits)),
+        (f"{scale}, {second}", lambda pair: interval(pair["average"]["second"], digits)),
+        ("difference", lambda pair: difference(pair["average"], digits=digits)),
         ("difference of τ", lambda pair: difference(pair["acceptance"])),
         ("examples", lambda pair: str(pair["examples"])),
     ]
@@ -105,17 +102,20 @@ def speed_report(results: Json, timings: Json, *, title: str = "") -> list[Part]
     timed = timings.get("speed", [])
     if not timed:
         return []
+    batches = list(dict.fromkeys(row["batch"] for row in timed))
+    several = len(batches) > 1
     columns: list[Column] = [
         ("task", lambda one: one["task"]),
         ("prompt", lambda one: DASH if one["length"] is None else tokens(one["length"])),
+        ("batch", lambda one: str(one["batch"]) if several else DASH),
         ("system", lambda one: one["system"]),
         *(FIRST_TOKEN if of_first_tokens(timings) else _decoding(results)),
-        ("cache", lambda one: _bytes(one["cache_bytes"] + one["draft_bytes"])),
-        ("peak memory", lambda one: _bytes(one["peak_device_bytes"])),
+        ("cache", lambda one: memory(one.get("cache_bytes", 0) + one.get("draft_bytes", 0))),
+        ("peak memory", lambda one: memory(one.get("peak_device_bytes"))),
+        ("failed", lambda one: one.get("failed", DASH)),
     ]
-    prompts = ", ".join(
-        f"{row['prompts']} of {_place(row)} ({_answers(row['max_new_tokens'])} each)" for row in timed
-    )
+    lines = [f"{row['prompts']} of {_place(row)} ({_answers(row['max_new_tokens'])} each)" for row in timed]
+    prompts = ", ".join(dict.fromkeys(lines))
     first = next(iter(timed[0]["metrics"]))
     base = f"{FULL} ({PLAIN})" if first == FULL else first
     meaning = (
@@ -128,8 +128,8 @@ def speed_report(results: Json, timings: Json, *, title: str = "") -> list[Part]
     return [
         ReportTable.of(title, columns, _timed_systems(timings)).without_empty(),
         Paragraph(
-            f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: "
-            f"{prompts}. {meaning}"
+            f"Every system in turn on the same prompts, {', '.join(map(str, batches))} at a time, in one "
+            f"process: {prompts}. {meaning}"
         ),
         *([Paragraph(CPU_NOTE)] if str(timings["device"]).startswith("cpu") else []),
     ]
@@ -138,20 +138,23 @@ def speed_report(results: Json, timings: Json, *, title: str = "") -> list[Part]
 def speed_summary(timings: Json) -> Plain:
     """Headings and one line for each timed system, for the terminal; no lines if nothing was timed."""
     rows = timings.get("speed", [])
-    several = len(rows) > 1
+    several = len({_place(row) for row in rows}) > 1
+    batches = len({row["batch"] for row in rows})
     first = next(iter(rows[0]["metrics"])) if rows else ""
     columns: list[Column] = [
         ("system", lambda one: f"{one['system']}, {_place(one)}" if several else str(one["system"])),
+        ("batch", lambda one: str(one["batch"]) if batches > 1 else DASH),
     ]
     if of_first_tokens(timings):
         columns += FIRST_TOKEN
     else:
         columns += [
-            ("tokens/s", lambda one: number(one["tokens_per_s"], 1)),
+            ("tokens/s", lambda one: number(one.get("tokens_per_s"), 1)),
             (f"speed over {PLAIN if first == FULL else first}", _ratio),
-            ("ms a cycle", lambda one: number(one["ms_per_cycle"], 1)),
+            ("ms a cycle", lambda one: number(one.get("ms_per_cycle"), 1)),
         ]
-    return ReportTable.of("", columns, _timed_systems(timings)).plain()
+    columns.append(("failed", lambda one: one.get("failed", DASH)))
+    return ReportTable.of("", columns, _timed_systems(timings)).without_empty().plain()
 
 
 def card_table(results: Json, timings: Json | None) -> Plain:
@@ -163,6 +166,7 @@ def card_table(results: Json, timings: Json | None) -> Plain:
         timings: the content of timings.json; speeds are ratios to the first system of each timed prompt.
     """
     scale, systems = results["scale"]["name"], results["systems"]
+    digits = score_digits(results["scale"])
     scores = {
         (system["name"], one["value"]): one["score"]
         for system in systems
@@ -170,14 +174,14 @@ def card_table(results: Json, timings: Json | None) -> Plain:
         if one["facet"] == "length" and one["score"]["value"] is not None
     }
     lengths = sorted({length for _, length in scores})
-    timed = [row["metrics"] for row in (timings or {}).get("speed", [])]
+    timed = [row["metrics"] for row in first_batch(timings or {})]
     columns: list[Column] = [
         NAME,
-        (scale, lambda one: interval(one["average"])),
+        (scale, lambda one: interval(one["average"], digits)),
         ("vs full", lambda one: difference(one["versus_full"])),
         *columns_of(
             lengths if len(lengths) > 1 else (),
-            lambda one, length: interval(scores.get((one["name"], length))),
+            lambda one, length: interval(scores.get((one["name"], length)), digits),
             lambda length: f"at {tokens(length)}",
         ),
         ("τ", lambda one: DASH if scale == ACCEPTANCE else tau(one)),
@@ -187,14 +191,8 @@ def card_table(results: Json, timings: Json | None) -> Plain:
     return ReportTable.of("", columns, systems).without_empty().plain()
 
 
-def of_first_tokens(timings: Json) -> bool:
-    """True if one-token answers were timed, whose speed is that of the prefill."""
-    rows = timings.get("speed", [])
-    return bool(rows) and all(row["max_new_tokens"] == 1 for row in rows)
-
-
 def _timed_systems(timings: Json) -> list[Json]:
-    """One entry for each timed system of each task or length."""
+    """One entry for each timed system of each task or length and batch."""
     rows = timings.get("speed", [])
     return [{**row, "system": name, **one} for row in rows for name, one in row["metrics"].items()]
 
@@ -203,11 +201,12 @@ def _decoding(results: Json) -> list[Column]:
     """Columns for answers of several tokens."""
     return [
         ("τ", lambda one: number(_tau_at(results, one))),
-        ("tokens/s", lambda one: number(one["tokens_per_s"], 1)),
+        ("tokens/s", lambda one: number(one.get("tokens_per_s"), 1)),
         ("speed", _ratio),
-        ("with prefill", lambda one: number(one["end_to_end_tokens_per_s"], 1)),
-        ("speed with prefill", lambda one: _times(one["end_to_end_ratio"])),
-        ("ms a cycle", lambda one: number(one["ms_per_cycle"], 1)),
+        ("with prefill", lambda one: number(one.get("end_to_end_tokens_per_s"), 1)),
+        ("speed with prefill", lambda one: times(one.get("end_to_end_ratio"))),
+        ("ms a cycle", lambda one: number(one.get("ms_per_cycle"), 1)),
+        ("ms to the first token", lambda one: number(_ms(one.get("first_token_s")), 1)),
     ]
 
 
@@ -225,14 +224,7 @@ def _tau_at(results: Json, row: Json) -> float | None:
 
 def _ratio(one: Json) -> Cell | str:
     """A system's speed ratio, with the range over batches if they differ."""
-    return _times(one["ratio"], one.get("ratio_range"))
-
-
-def _times(ratio: float | None, between: Sequence[float] | None = None) -> Cell | str:
-    if ratio is None:
-        return DASH
-    spread = "" if between is None or between[0] == between[1] else f"({between[0]:.2f} to {between[1]:.2f})"
-    return Cell(f"{ratio:.2f} ×", spread, value=ratio)
+    return times(one.get("ratio"), one.get("ratio_range"))
 
 
 def _between(ratios: Sequence[float | None]) -> Cell | str:
@@ -249,11 +241,13 @@ def _answers(count: int) -> str:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    return str(row["task"]) if row["length"] is None else f"{row['task']} at {tokens(row['length'])}"
+    task, length = str(row["task"]), row["length"]
+    return task if length is None or task == tokens(length) else f"{task} at {tokens(length)}"
 
 
-def _bytes(count: int | None) -> Cell | str:
-    if not count:
-        return DASH
-    shown = f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
-    return Cell(shown, value=count)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _more(share: float | None) -> str:
+    return DASH if share is None else f"{100 * share:+.1f}%"

@@ -180,24 +180,40 @@ def to_html(parts: Iterable[Part]) -> str:
     return "\n".join(filter(None, (part.html() for part in parts)))
 
 
-def interval(value: Json | None, digits: int = 2) -> Cell | str:
-    """A value with its interval (none if there are too few examples), or a dash if there is no value."""
+def rounded(value: float, digits: int | None, sign: str = "") -> str:
+    """A number with `digits` decimals; None: with three significant digits.
+
+    Args:
+        value: the number.
+        digits: number of decimals.
+        sign: `+` shows the sign of positive numbers too.
+    """
+    return f"{value:{sign}.3g}" if digits is None else f"{value:{sign}.{digits}f}"
+
+
+def interval(value: Json | None, digits: int | None = 2) -> Cell | str:
+    """A value with its interval (none if there are too few examples), or a dash if there is no value.
+
+    `digits` as in `rounded`, also in the functions below.
+    """
     if value is None or value["value"] is None:
         return DASH
-    return Cell(f"{value['value']:.{digits}f}", bounds(value, digits), value=value["value"])
+    return Cell(rounded(value["value"], digits), bounds(value, digits), value=value["value"])
 
 
-def difference(versus: Json | None, *, digits: int = 2) -> Cell | str:
+def difference(versus: Json | None, *, digits: int | None = 2) -> Cell | str:
     """A signed difference with its interval, highlighted only where it is larger than noise."""
     if versus is None or versus["difference"]["value"] is None:
         return DASH
     gap, strong = versus["difference"], bool(versus["larger_than_noise"])
-    return Cell(f"{gap['value']:+.{digits}f}", bounds(gap, digits), strong, gap["value"])
+    return Cell(rounded(gap["value"], digits, "+"), bounds(gap, digits), strong, gap["value"])
 
 
-def bounds(value: Json, digits: int = 2) -> str:
+def bounds(value: Json, digits: int | None = 2) -> str:
     """The interval of a value, such as `[2.40, 2.63]`; empty if it has none."""
-    return "" if value["low"] is None else f"[{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+    if value["low"] is None:
+        return ""
+    return f"[{rounded(value['low'], digits)}, {rounded(value['high'], digits)}]"
 
 
 def number(value: float | None, digits: int = 2) -> Cell | str:

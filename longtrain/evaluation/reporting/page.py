@@ -54,7 +54,7 @@ def page(
         "examples": thinned(every, examples_bytes),
         "examples_total": len(every),
     }
-    parts = [*report(results), *speed_report(results, timings or {}, title="Speed")]
+    parts = [*report(results, timings), *speed_report(results, timings or {}, title="Speed")]
     protocol = {key: results[key] for key in ("protocol", "target", "baseline", "bootstrap")}
     facts = {
         system["name"]: {"facts": system["facts"], "extra": system["extra"]} for system in results["systems"]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.analysis.numbers import POSITION
+from longtrain.evaluation.reporting.speeds import of_first_tokens
+from longtrain.evaluation.suite import DIVERGENCE
 from longtrain.plots import label, lengths_axis, panels, plain, png, points
 from longtrain.tables import tokens
 
@@ -16,21 +21,25 @@ Points = list[tuple[Any, Json]]
 
 FEW = 3
 """Maximum number of tasks that get their own panels beside the average."""
+ASIDE = 0.04
+"""Distance between the points of two families at one budget, so that their intervals can be told apart."""
 MAPS = 12
 """Maximum number of needle maps in one picture: the full cache first, then the systems in order."""
 
 
-def pictures(results: Json) -> dict[str, bytes]:
+def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
     """File name -> PNG, for pictures that have data; deterministic for equal results.
 
     Args:
         results: the output of `results.assemble`.
+        timings: the content of timings.json; speeds at several batches are drawn.
     """
     made = {
         "budget.png": _budgets(results),
         "acceptance.png": _acceptance(results),
         "needle.png": _needle(results),
         "figures.png": _by_place(results, "length", "context length, tokens", score=False),
+        "speed.png": _speeds(results, timings or {}),
         "positions.png": _by_place(results, POSITION, "new tokens up to", score=True),
     }
     return {name: content for name, content in made.items() if content is not None}
@@ -46,16 +55,19 @@ def headline(results: Json) -> str:
     return f"{results['title']}: {target}{context}"
 
 
-def by_budget(results: Json, task: str | None = None) -> dict[str, Points]:
+def by_budget(
+    results: Json, task: str | None = None, *, of: Callable[[Json, str | None], Json | None] | None = None
+) -> dict[str, Points]:
     """Family -> (kept entries or the requested share, score), for families that evict.
 
     Args:
         results: the output of `results.assemble`.
         task: the task whose scores are used; None: the averages.
+        of: (system, task) -> the value in place of the score.
     """
     lines: dict[str, Points] = {}
     for system in results["systems"]:
-        score = _score(system, task)
+        score = (of or _score)(system, task)
         if system["budget"] is not None and score is not None and score["value"] is not None:
             lines.setdefault(system["family"], []).append((system["budget"], score))
     return {name: sorted(found, key=lambda p: budget_rank(p[0])) for name, found in lines.items()}
@@ -80,21 +92,55 @@ def _budgets(results: Json) -> bytes | None:
         tasks = [*names]
     elif 1 < len(names) <= FEW:
         tasks = [None, *names]
-    figure, axes = panels(len(tasks), size=(6.4, 4.2))
-    for one, task in zip(axes, tasks, strict=True):
-        lines = by_budget(results, task)
-        budgets = sorted({place for found in lines.values() for place, _ in found}, key=budget_rank)
-        full = next((_score(s, task) for s in results["systems"] if s["kind"] == "full"), None)
-        if full is not None and full["value"] is not None:
-            if full["low"] is not None:
-                one.axhspan(full["low"], full["high"], color="black", alpha=0.1, linewidth=0)
-            one.axhline(full["value"], color="black", linestyle="--", linewidth=1, label="full cache")
-        for name, found in lines.items():
-            _line(one, [(budgets.index(place), score) for place, score in found], name)
-        one.set_xticks(range(len(budgets)), budgets)
-        what = f"{'' if task else 'average '}{results['scale']['name']} (95% interval)"
-        label(one, "budget", what, title=f"{task} tokens" if task and by_length else task or "")
-    return png(figure, title=headline(results))
+    distances = results["scale"]["name"] == DIVERGENCE
+    main = [metric for metric in results["metrics"] if metric.get("main") and distances]
+    figure, axes = panels(len(tasks) + len(main), columns=2 if main else 4, size=(6.4, 4.2))
+    score = f"{results['scale']['name']} (95% interval)"
+    for one, task in zip(axes, tasks, strict=False):
+        title = f"{task} tokens" if task and by_length else task or ""
+        _by_budget(one, results, partial(_score, task=task))
+        if distances:
+            _decades(one, [v["value"] for found in by_budget(results, task).values() for _, v in found])
+        label(one, "budget", f"{'' if task else 'average '}{score}", title=title, legend=not main)
+    for one, metric in zip(axes[len(tasks) :], main, strict=True):
+        scale = 100 if metric["unit"] == "percent" else 1
+        _by_budget(one, results, partial(_metric, metric=metric["name"], scale=scale))
+        unit = ", %" if metric["unit"] == "percent" else ""
+        label(one, "budget", f"{metric['name']}{unit} (95% interval)", legend=False)
+    return png(figure, legend=bool(main), title=headline(results))
+
+
+def _by_budget(axes: Any, results: Json, of: Callable[[Json], Json | None]) -> None:
+    """Draw a value against the budget: a line for each family, a level for systems without a budget.
+
+    Args:
+        axes: the panel.
+        results: the output of `results.assemble`.
+        of: system -> the value with its interval, or None.
+    """
+    lines = by_budget(results, of=lambda system, _: of(system))
+    budgets = sorted({place for found in lines.values() for place, _ in found}, key=budget_rank)
+    for system in results["systems"]:
+        value = of(system)
+        if system["budget"] is not None or value is None or value["value"] is None:
+            continue
+        if system["kind"] == "full":
+            if value["low"] is not None:
+                axes.axhspan(value["low"], value["high"], color="black", alpha=0.1, linewidth=0)
+            axes.axhline(value["value"], color="black", linestyle="--", linewidth=1, label="full cache")
+        elif system["acceptance"] is None:
+            _line(axes, [(place, value) for place in range(len(budgets))], system["name"], linestyle=":")
+    for place, (name, found) in enumerate(lines.items()):
+        aside = ASIDE * (place - (len(lines) - 1) / 2)
+        _line(axes, [(budgets.index(budget) + aside, value) for budget, value in found], name)
+    axes.set_xticks(range(len(budgets)), budgets)
+
+
+def _decades(axes: Any, values: Sequence[float]) -> None:
+    """Make the y axis logarithmic down to the smallest value above 0, below it linear down to 0."""
+    if drawn := [value for value in values if value > 0]:
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(drawn))))
+    axes.set_ylim(bottom=0)
 
 
 def _acceptance(results: Json) -> bytes | None:
@@ -119,6 +165,32 @@ def _acceptance(results: Json) -> bytes | None:
         lengths_axis(axes[2], places)
         label(axes[2], "context length, tokens", "acceptance length τ")
     return png(figure, title=headline(results))
+
+
+def _speeds(results: Json, timings: Json) -> bytes | None:
+    """Speed over plain decoding by batch: one panel per task or prompt length; None for a single batch."""
+    rows = timings.get("speed", [])
+    batches = sorted({row["batch"] for row in rows})
+    places = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
+    if len(batches) < 2 or of_first_tokens(timings):
+        return None
+    figure, axes = panels(len(places), size=(4.6, 3.9))
+    for one, (task, length) in zip(axes, places, strict=True):
+        mine = [row for row in rows if (row["task"], row["length"]) == (task, length)]
+        one.axhline(1, color="black", linestyle="--", linewidth=1)
+        for name in list(mine[0]["metrics"])[1:]:
+            found = [(row["batch"], row["metrics"][name]) for row in mine]
+            _line(one, [(b, _ratio(m)) for b, m in found if m.get("ratio") is not None], name)
+        lengths_axis(one, batches)
+        where = task if length is None or task == tokens(length) else f"{task} at {tokens(length)}"
+        label(one, "prompts decoded together", f"speed over {next(iter(mine[0]['metrics']))}", title=where)
+    return png(figure, title=headline(results))
+
+
+def _ratio(metrics: Json) -> Json:
+    """A ratio of speeds, with the range over batches of prompts in place of an interval."""
+    low, high = metrics.get("ratio_range") or (None, None)
+    return {"value": metrics["ratio"], "low": low, "high": high}
 
 
 def _needle(results: Json) -> bytes | None:
@@ -171,11 +243,19 @@ def _by_place(results: Json, facet: str, label_x: str, *, score: bool) -> bytes 
     return png(figure, legend=True, title=headline(results))
 
 
-def _score(system: Json, task: str | None) -> Json | None:
+def _score(system: Json, task: str | None = None) -> Json | None:
     """A system's average score, or its score in a task."""
     if task is None:
         return dict(system["average"])
     return next((one["score"] for one in system["tasks"] if one["task"] == task), None)
+
+
+def _metric(system: Json, metric: str, scale: float) -> Json | None:
+    """A system's metric beside the score, in its unit."""
+    found = system["metrics"].get(metric)
+    if found is None:
+        return None
+    return {key: None if found[key] is None else scale * found[key] for key in ("value", "low", "high")}
 
 
 def _length_of(results: Json, task: str) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
 from longtrain.evaluation.analysis.numbers import POSITION
 from longtrain.evaluation.analysis.statistics import LEAST
+from longtrain.evaluation.reporting import speeds
 from longtrain.evaluation.reporting.document import (
     Bullets,
     Cell,
@@ -22,8 +23,10 @@ from longtrain.evaluation.reporting.document import (
     interval,
     number,
     percent,
+    rounded,
     to_markdown,
 )
+from longtrain.evaluation.suite import DIVERGENCE
 from longtrain.tables import DASH
 
 Json = dict[str, Any]
@@ -35,26 +38,28 @@ WIDE = 8
 NAME: Column = ("system", lambda system: system["name"])
 
 
-def table(results: Json) -> str:
-    """The Markdown report of a run, from the output of `results.assemble`."""
-    return to_markdown(report(results))
+def table(results: Json, timings: Json | None = None) -> str:
+    """The Markdown report of a run; for arguments see `report`."""
+    return to_markdown(report(results, timings))
 
 
-def summary(results: Json) -> tuple[list[str], list[list[str]]]:
+def summary(results: Json, timings: Json | None = None) -> tuple[list[str], list[list[str]]]:
     """Headings and lines of a short table for the terminal: one line per system."""
-    return _systems(results).plain()
+    return _systems(results, timings or {}).plain()
 
 
-def report(results: Json) -> list[Part]:
+def report(results: Json, timings: Json | None = None) -> list[Part]:
     """Build the report of a run.
 
     Args:
         results: the output of `results.assemble`.
+        timings: the content of timings.json; where systems were timed, speed stands beside their scores.
     """
     drafted = [system for system in results["systems"] if system["acceptance"] is not None]
     return [
         *_headline(results),
-        _systems(results),
+        *map(Paragraph, speeds.headline(timings or {})),
+        _systems(results, timings or {}),
         *_tasks(results, drafted),
         *_own(results),
         *_drafts(drafted),
@@ -82,27 +87,41 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _systems(results: Json) -> ReportTable:
+def _systems(results: Json, timings: Json) -> ReportTable:
     """One line per system; columns without values are left out."""
-    scale = results["scale"]["name"]
+    scale, digits = results["scale"]["name"], score_digits(results["scale"])
     several = len(results["systems"][0]["tasks"]) > 1
+    main = [metric for metric in results["metrics"] if metric.get("main")]
     columns: list[Column] = [
         NAME,
-        (f"average {scale}" if several else scale, lambda system: interval(system["average"])),
+        (f"average {scale}" if several else scale, lambda system: interval(system["average"], digits)),
         ("vs full", lambda system: difference(system["versus_full"])),
-        ("cache kept", lambda system: percent(_kept_share(system) if system["budget"] else None)),
+        *columns_of(
+            main, lambda system, metric: _metric(metric, system["metrics"]), lambda metric: metric["name"]
+        ),
+        ("cache kept", lambda system: percent(_kept_share(system))),
         ("τ", lambda system: DASH if scale == ACCEPTANCE else tau(system)),
         ("accepted", acceptance_rate),
+        ("copied", _copied_share),
+        *speeds.columns(timings),
         ("texts", _same_texts),
         ("unjudged", _unjudged),
     ]
     return ReportTable.of("Systems", columns, results["systems"]).without_empty()
 
 
+def score_digits(scale: Json) -> int | None:
+    """Decimals of a score; None: three significant digits, since a divergence spans orders of magnitude."""
+    return None if scale["name"] == DIVERGENCE else 2
+
+
 def _kept_share(system: Json) -> float | None:
-    """The share of the prompt's KV entries that stay in the cache, mean over tasks."""
+    """The share of the prompt's KV entries, or of their bytes, that stay in the cache, mean over tasks; None
+    for systems that keep everything as it is.
+    """
     shares = [task["kept_share"] for task in system["tasks"] if task["kept_share"] is not None]
-    return sum(shares) / len(shares) if shares else None
+    share = sum(shares) / len(shares) if shares else None
+    return share if system["budget"] or share != 1 else None
 
 
 def tau(entry: Json) -> Cell | str:
@@ -113,6 +132,11 @@ def tau(entry: Json) -> Cell | str:
 def acceptance_rate(system: Json) -> Cell | str:
     """The share of a system's drafted tokens that was accepted."""
     return percent(system["acceptance"]["acceptance_rate"]["value"] if system["acceptance"] else None)
+
+
+def _copied_share(system: Json) -> Cell | str:
+    """The share of accepted tokens that look-up copied from the text."""
+    return percent((system["acceptance"] or {}).get("copied_share"))
 
 
 def _same_texts(system: Json) -> str:
@@ -139,8 +163,8 @@ def _tasks(results: Json, drafted: Sequence[Json]) -> list[Part]:
     names = list(dict.fromkeys(task["task"] for system in systems for task in system["tasks"]))
     by = {(system["name"], task["task"]): task for system in systems for task in system["tasks"]}
     if any(task["score"]["value"] is not None for task in by.values()):
-        title = f"{results['scale']['name'].capitalize()} by task"
-        parts.append(_grid(title, systems, names, by, _score))
+        title = f"{_begun(results['scale']['name'])} by task"
+        parts.append(_grid(title, systems, names, by, partial(_score, digits=score_digits(results["scale"]))))
     if drafted and len(names) > 1 and results["scale"]["name"] != ACCEPTANCE:
         parts.append(_grid("Acceptance length τ by task", drafted, names, by, tau))
     return parts
@@ -165,11 +189,16 @@ def _grid(
     return ReportTable.of(title, [("task", str), *columns], names)
 
 
-def _score(task: Json) -> Cell | str:
+def _begun(words: str) -> str:
+    """Words with a capital at their beginning."""
+    return words[:1].upper() + words[1:]
+
+
+def _score(task: Json, digits: int | None = 2) -> Cell | str:
     versus, value = task["versus_full"], task["score"]["value"]
     if value is None:
         return DASH
-    return Cell(f"{value:.2f}", strong=bool(versus and versus["larger_than_noise"]), value=value)
+    return Cell(rounded(value, digits), strong=bool(versus and versus["larger_than_noise"]), value=value)
 
 
 def _own(results: Json) -> list[Part]:
@@ -236,23 +265,26 @@ def _metric(one: Json, metrics: Json) -> Cell | str:
 
 def _rivals(results: Json) -> ReportTable:
     """Differences between systems over the same prompts."""
+    scale = results["scale"]["name"]
+    digits = None if scale == DIVERGENCE else 3
     columns: list[Column] = [
         ("system", lambda one: one["first"]),
         ("minus", lambda one: one["second"]),
         ("task", lambda one: one["task"]),
-        (f"difference of {results['scale']['name']}", lambda one: difference(one["score"], digits=3)),
+        (f"difference of {scale}", lambda one: difference(one["score"], digits=digits)),
+        (f"quotient of {scale}", lambda one: interval(one.get("quotient"))),
     ]
-    return ReportTable.of(
-        "Differences over the same prompts (paired bootstrap)", columns, results["differences"]
-    )
+    title = "Differences over the same prompts (paired bootstrap)"
+    return ReportTable.of(title, columns, results["differences"]).without_empty(kept=(0, 1, 2, 3))
 
 
 def _facets(results: Json) -> list[Part]:
     """A table for each facet: systems by values, for the score, τ, and plotted metrics by position."""
     scale, parts = results["scale"]["name"], list[Part]()
+    digits = score_digits(results["scale"])
     metrics = [metric for metric in results["metrics"] if metric["plotted"]]
     for facet in dict.fromkeys(one["facet"] for system in results["systems"] for one in system["facets"]):
-        parts += _by_facet(results, facet, scale, lambda one: interval(one["score"]))
+        parts += _by_facet(results, facet, scale, lambda one: interval(one["score"], digits))
         if scale != ACCEPTANCE:
             parts += _by_facet(results, facet, "τ", lambda one: interval(one["acceptance"]))
     for metric in metrics:
@@ -278,7 +310,7 @@ def _by_facet(results: Json, facet: str, name: str, show: Callable[[Json], Cell 
         return []
     columns = columns_of(values, lambda system, value: found.get((system, value), DASH))
     systems = dict.fromkeys(system for system, _ in found)
-    return [ReportTable.of(f"{name.capitalize()} by {facet}", [("system", str), *columns], systems)]
+    return [ReportTable.of(f"{_begun(name)} by {facet}", [("system", str), *columns], systems)]
 
 
 def _exactness(results: Json) -> list[str]:
@@ -334,10 +366,11 @@ def _gap(found: Json) -> str:
 def _footnote(results: Json) -> Paragraph:
     boot = results["bootstrap"]
     full = any(system["kind"] == FULL for system in results["systems"])
+    bold = "difference" if results["scale"]["name"] == DIVERGENCE else "difference from the full cache"
     return Paragraph(
         f"{f'The system {FULL} is {PLAIN} on the whole cache. ' if full else ''}"
         f"Intervals: {100 * boot['confidence']:g}% bootstrap over examples within each task "
         f"({boot['resamples']} resamples, seed {boot['seed']}); tasks of fewer than {LEAST} share their "
-        "spread. Bold: the difference from the full cache over the same examples is larger than noise: its "
+        f"spread. Bold: the {bold} over the same examples is larger than noise: its "
         f"interval leaves out 0, over {LEAST} examples or more."
     )

@@ -26,6 +26,7 @@ SUITES: dict[str, str] = {
     "perplexity": "longtrain.evaluation.suites.perplexity",
     "retrieval": "longtrain.evaluation.suites.retrieval",
     "generated": "longtrain.evaluation.suites.generated",
+    "fidelity": "longtrain.evaluation.suites.fidelity",
     "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 METRICS = (
-    Metric("repeated", "repeated_tokens", "output_tokens", "mean", "percent"),
-    Metric("τ, not repetitive", "fresh_tokens", "fresh_cycles"),
     Metric("cache", "cache_bytes", kind="mean", unit="bytes"),
     Metric("draft", "draft_bytes", kind="mean", unit="bytes"),
     Metric("attention outside the window", "outside", kind="mean", unit="percent"),
@@ -52,7 +50,7 @@ class AcceptanceSettings:
     lengths: Lengths
     prompts: Count
     max_new_tokens: Annotated[int, within(2)]
-    ignore_eos: bool = True
+    ignore_eos: bool = False
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
     baseline: bool = True

@@ -119,7 +119,7 @@ def continuations(
     target: Target,
     *,
     max_new_tokens: int,
-    ignore_eos: bool = True,
+    ignore_eos: bool = False,
     name: str = "{}",
 ) -> list[Task]:
     """Make a task for each context length.

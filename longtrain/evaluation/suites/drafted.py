@@ -9,7 +9,7 @@ from typing import Any
 
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError
-from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
+from longtrain.evaluation.analysis.acceptance import ACCEPTANCE, copied_of
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
@@ -132,6 +132,7 @@ def _acceptance_of(some: Sequence[Record]) -> dict[str, Any]:
         "tau": round(stats.tau, 4),
         "acceptance_rate": None if rate != rate else round(rate, 4),
         "cycles": cycles,
+        **copied_of(stats),
     }
 
 

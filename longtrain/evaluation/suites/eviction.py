@@ -34,7 +34,7 @@ from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.methods import policies
 from longtrain.methods.policies.oracle import QuestionOracle
-from longtrain.settings import Count, CountOrZero, Lengths, one_of
+from longtrain.settings import Count, CountOrZero, Lengths, OneOrMore, one_of
 from longtrain.systems import EVICTOR, Builder, System
 from longtrain.tables import tokens
 
@@ -73,7 +73,7 @@ class EvictionSettings:
     rank_prompts: CountOrZero = 16
     rank_skip: CountOrZero = 32
     time_prompts: CountOrZero = 4
-    time_batch: Count = 1
+    time_batch: OneOrMore = (1,)
 
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import ConfigError
 from longtrain.evaluation.corpora import prefix_of
 from longtrain.evaluation.records import ids_sha256
-from longtrain.evaluation.rollouts import Rollout, RolloutWriter, follow, stretches
+from longtrain.evaluation.rollouts import Rollout, RolloutWriter, Steps, follow, stretches
 from longtrain.evaluation.suite import AGREEMENT, Metric, Scale, Suite
 from longtrain.evaluation.suites.continuation import choose_points, held_out
 from longtrain.evaluation.suites.shared import settings_of
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
+REPEATED = Metric("repeated", "repeated_tokens", "tokens", "mean", "percent", main=True)
+"""How repetitive the full cache's texts are: a loop needs little of the prompt, so any cache continues it."""
 METRICS = (
     Metric("perplexity", "nats", "tokens", growth=True, plotted=True),
     Metric("perplexity above full, %", "nats", "tokens", "change", growth=True, plotted=True),
     Metric("divergence, nats", "divergence", "tokens", plotted=True),
     Metric("tokens until its own text departs", "own_tokens"),
+    REPEATED,
 )
 PROMPT_ONLY = "prompt_only"
 
@@ -47,7 +50,7 @@ class GeneratedSettings:
     prompt_tokens: Tokens
     first_stretch: Count
     home: str
-    ignore_eos: bool = True
+    ignore_eos: bool = False
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
     data: str | None = None
@@ -62,16 +65,19 @@ class Texts(Measured):
         rows: examples, one per prompt.
         prompts: token ids of each example.
         writer: generates and stores the sequences.
-        first_stretch: tokens of the first stretch of a sequence with its own metrics.
+        first_stretch: tokens of the first stretch of a sequence with its own metrics; None: no stretches.
     """
 
     name: str
     rows: tuple[Example, ...]
     prompts: tuple[tuple[int, ...], ...] = field(repr=False)
     writer: RolloutWriter
-    first_stretch: int
-    known: dict[str, Rollout] = field(default_factory=dict, init=False, repr=False)
-    """Example -> the full cache's sequence after its prompt; its hidden states are in host memory."""
+    one_prefill = True
+    first_stretch: int | None
+    known: dict[tuple[str, ...], list[Rollout]] = field(default_factory=dict, init=False, repr=False)
+    """Examples read together -> the full cache's sequences after their prompts, with its hidden states in
+    host memory. Rounding depends on what is read together, so a part of a batch is read anew.
+    """
 
     def serves(self, system: System) -> bool:
         """True for systems without a draft, which would not affect the result."""
@@ -92,13 +98,18 @@ class Texts(Measured):
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
         """See `rollouts.Steps.metrics`."""
-        new = {one.fields["number"]: one.id for one in examples if one.id not in self.known}
-        if new:
-            written = self.writer.write(target, {number: self.prompts[number] for number in new})
-            self.known.update(zip(new.values(), written, strict=True))
-        places = stretches(self.writer.max_new_tokens, self.first_stretch)
-        found = follow(target, parts, [self.known[one.id] for one in examples], self.writer.sampling)
-        return [one.metrics(places) for one in found]
+        count, first = self.writer.max_new_tokens, self.first_stretch
+        places = stretches(count, first) if first else []
+        return [one.metrics(places) for one in self.followed(target, parts, examples)]
+
+    def followed(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[Steps]:
+        """A system's predictions along the full cache's sequences, which are generated first if need be."""
+        together = tuple(one.id for one in examples)
+        if together not in self.known:
+            numbers = [int(one.fields["number"]) for one in examples]
+            prompts = {number: self.prompts[number] for number in numbers}
+            self.known[together] = self.writer.write(target, prompts)
+        return follow(target, parts, self.known[together], self.writer.sampling)
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:

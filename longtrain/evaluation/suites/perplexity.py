@@ -93,6 +93,7 @@ class Windows(Measured):
     window: int
     stride: int
     whole: bool
+    one_prefill = True
 
     def size(self, example: Example) -> int:
         """Number of tokens of the window's context."""

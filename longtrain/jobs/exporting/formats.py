@@ -89,10 +89,10 @@ def write(cfg: RunConfig, form: str, where: str, *, target: Target | None = None
 
     if cfg.push:
         push.check(cfg)
-    artifact = load_artifact(where, cfg)
+    artifact = load_artifact(where, cfg.artifact_source)
     formats = _formats(artifact.method, form)
     formats.refuse(form, artifact.typed_config(), None)
-    target = target or load_target(cfg, path=artifact.target.name, fuse=False)
+    target = target or load_target(cfg.target, seed=cfg.seed, path=artifact.target.name, fuse=False)
     artifact.build(target)
     folder = cfg.checkpoints / f"{_name(where, cfg.checkpoints)}-{form}"
     ENGINE.refuse_other(folder)
@@ -148,8 +148,8 @@ def verify(cfg: RunConfig) -> None:
             f"verify={folder} is no folder; pass one that longtrain export format=... wrote, or another's"
         )
     if (folder / MANIFEST).is_file():
-        artifact = load_artifact(str(folder), cfg)
-        artifact.attach(load_target(cfg, path=artifact.target.name, fuse=False))
+        artifact = load_artifact(str(folder), cfg.artifact_source)
+        artifact.attach(load_target(cfg.target, seed=cfg.seed, path=artifact.target.name, fuse=False))
         log.info("verified=%s method=%s files and golden outputs", folder, artifact.method)
         return
     spec = reader_of(folder)
@@ -157,7 +157,7 @@ def verify(cfg: RunConfig) -> None:
         raise ArtifactError(
             f"{folder} is neither an artifact nor in a format that is known ({', '.join(_names())})"
         )
-    target = load_target(cfg, fuse=False) if cfg.target.path else None
+    target = load_target(cfg.target, seed=cfg.seed, fuse=False) if cfg.target.path else None
     lines = spec.formats.verify(folder, target, cfg.trained_by)
     log.info("verified=%s method=%s %s", folder, spec.name, "; ".join(lines))
 

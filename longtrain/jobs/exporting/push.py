@@ -64,7 +64,7 @@ def again(cfg: RunConfig, where: str) -> None:
     checkpoints = cfg.checkpoints
     if not (Path(where).exists() or (checkpoints / where).exists() or where in bundled_artifacts()):
         raise ConfigError(f"artifact={where} and push={cfg.push}; push takes a folder of this machine")
-    artifact = load_artifact(where, cfg)
+    artifact = load_artifact(where, cfg.artifact_source)
     assert artifact.folder is not None
     folder, run_dir = artifact.folder.resolve(), cfg.run_dir
     if folder.is_relative_to(checkpoints.resolve()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import tables
 from longtrain.assets import MANIFEST
+from longtrain.evaluation.reporting.document import Cell, ReportTable, interval
 from longtrain.files import json_sha256, read_json, read_results
 from longtrain.provenance import read_config
 
@@ -40,7 +41,8 @@ def run(cfg: RunConfig) -> None:
     }
     for title, rows in found.items():
         if rows:
-            tables.show(*tables.without_empty(HEADER, rows, kept=(0,)), title=title)
+            table = ReportTable("", HEADER, [[Cell(text) for text in row] for row in rows])
+            tables.show(*table.without_empty().plain(), title=title)
             tables.print_lines("")
     if not any(found.values()):
         tables.print_lines(
@@ -172,7 +174,8 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
 
 
 def _metric(scale: str, system: dict[str, Any]) -> str:
-    return f"{scale} {tables.interval(system['average'])} ({system['name']})"
+    value = interval(system["average"])
+    return f"{scale} {value.plain() if isinstance(value, Cell) else value} ({system['name']})"
 
 
 def _compared(systems: list[dict[str, Any]]) -> str:

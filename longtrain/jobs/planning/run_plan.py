@@ -213,11 +213,8 @@ class RunPlan:
         Raises:
             ConfigError: the number is not divisible by the ranks.
         """
-        trainer, n = self.cfg.trainer, self.layout.ranks
-        each = strategies.sequences_of_a_rank(
-            trainer.sequences_per_step, trainer.accumulate_grad_batches, ranks=n
-        )
-        return each * n
+        ranks = self.layout.ranks
+        return self.cfg.trainer.sequences_of_a_rank(ranks) * ranks
 
     def job(self, row: PackedSequence, setting: Setting) -> Job:
         """The job (micro-batch) of a packed sequence under a setting."""

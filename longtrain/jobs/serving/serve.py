@@ -45,9 +45,11 @@ def app_of(cfg: RunConfig) -> Starlette:
     from longtrain.jobs.serving.worker import Worker
 
     entry = entry_of(cfg)
-    artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
-    target = load_target(cfg, path=artifacts[0].target.name if artifacts else None)
-    parts = parts_of(cfg, target, entry, artifacts)
+    artifacts = [load_artifact(name, cfg.artifact_source) for name in entry.artifacts]
+    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
+    parts = parts_of(
+        target, entry, artifacts, evict=cfg.evict, select=cfg.select, lookup=cfg.decode.lookup or "auto"
+    )
     worker = Worker(target, parts, cfg.decode.drafting() if parts.draft else None)
     asked, name = cfg.serve, str(cfg.serve.served_name or target.info.name)
     return Service(worker, name, os.environ.get(KEY) or None, asked.queue, asked.max_body).app()

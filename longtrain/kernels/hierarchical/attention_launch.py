@@ -1,10 +1,10 @@
-"""Launches of the Triton kernels of `kernels.hierarchical.attention`: tiles, splits and partial buffers.
+"""Launches of the Triton kernels of `kernels.hierarchical`: tiles, splits and partial buffers.
 
 The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits, as the target reads, the
 result for a token must be bit for bit the same in a step of several tokens as in plain decoding, or greedy
 sequences would diverge at near ties. So there up to 32 packed rows have the same kernel and splits.
 
-Shapes: see `kernels.hierarchical.attention`; M packed rows (new tokens x query heads of a KV head).
+Shapes: see `kernels.hierarchical`; M packed rows (new tokens x query heads of a KV head).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def hier_attention(
     tile: AnyTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: chosen for the call.
+    """See `kernels.hierarchical.hier_attention`; `tile` and `splits` None: chosen for the call.
 
     Few rows in half precision go to `fragments_launch`; this kernel is for all others.
 

@@ -2,7 +2,7 @@
 
 The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
 number of rows, so that a row's result does not depend on it.
-Shapes: see `kernels.hierarchical.attention`; M packed rows (new tokens x query heads of a KV head).
+Shapes: see `kernels.hierarchical`; M packed rows (new tokens x query heads of a KV head).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def hier_attention(
     tile: FragmentTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: chosen for the device.
+    """See `kernels.hierarchical.hier_attention`; `tile` and `splits` None: chosen for the device.
 
     Returns:
         None if this compiler does not give tensors the layout that the kernel's PTX needs.

@@ -158,7 +158,7 @@ def hier_attention(
     bits: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.hierarchical.attention.hier_attention`.
+    """See `kernels.hierarchical.hier_attention`.
 
     On a CPU only the blocks up to the longest sequence's are dequantised; elsewhere all, so that lengths need
     not be read back.

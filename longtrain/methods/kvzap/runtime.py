@@ -5,36 +5,33 @@ Shapes: L layers, B prompts, S prompt positions, G KV heads.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longtrain.cache.thinning import Rule, ThinningCache
-from longtrain.decoding.evict import Budget, Keep, PromptRun
+from longtrain.decoding.evict import Budget, Budgeted, Keep, PromptRun
 from longtrain.decoding.select import best_of_groups, rows_of
 from longtrain.errors import ConflictError
 from longtrain.methods.kvzap.modules import PredictedScores
+from longtrain.settings import Adaptive
 
 if TYPE_CHECKING:
     from longtrain.methods.kvzap.config import Config
     from longtrain.methods.kvzap.modules import KVzap
     from longtrain.targets.attention import AttentionHook
 
-ADAPTIVE = (False, "heads", "layers")
-"""Allowed budgets: equal for all heads, or shared among the heads of a layer or of all layers."""
 
-
-class KVzapEvictor:
+class KVzapEvictor(Budgeted):
     """Keeps the KV entries with the best predicted scores (`decoding.evict.Evictor`), without a forward.
 
     Args:
         module: the module, in the target's dtype and on its device.
         config: hyperparameters.
         budget: entries kept of each layer and KV head; on average if budgets are adaptive.
-        adaptive: one of `ADAPTIVE`; across layers, as KVzip does it.
+        adaptive: how the budget is shared; among all layers, as KVzip does it.
         window: last tokens of a prompt, which stay.
         threshold: entries below this score are evicted even if the budget has room for them; None: there is
             none.
@@ -55,7 +52,7 @@ class KVzapEvictor:
         config: Config,
         budget: Budget,
         *,
-        adaptive: Literal[False, "heads", "layers"] = "layers",
+        adaptive: Adaptive = "layers",
         window: int | None = None,
         threshold: float | None = None,
         decoding: bool = False,
@@ -71,16 +68,6 @@ class KVzapEvictor:
     def least_budget(self) -> int:
         """Number of entries that always stay: the sinks and the newest token."""
         return self.sinks + 1
-
-    def with_budget(self, budget: Budget) -> KVzapEvictor:
-        """Return a copy with another budget."""
-        other = copy.copy(self)
-        other.budget = budget
-        return other
-
-    def extra_tokens(self, longest: int) -> int:
-        """Return 0: nothing is added to the prompt (see `Evictor`)."""
-        return 0
 
     def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
         """Return the observer that scores the tokens during prefill (see `Evictor`)."""
@@ -101,8 +88,7 @@ class KVzapEvictor:
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """Choose the entries to keep (see `Evictor`), by `scores` if they are known already."""
-        fits = self.threshold is None and all(n <= self.budget.of(n) for n in run.lengths)
-        if fits and not self.decoding:
+        if self.threshold is None and not self.decoding and self.budget.covers(run.lengths):
             return None
         return self.keep(self.scores(run) if scores is None else scores, run.lengths)
 

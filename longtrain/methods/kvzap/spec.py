@@ -16,9 +16,9 @@ from longtrain.methods.kvzap.kvpress_files import kvpress_files
 from longtrain.methods.kvzap.labels import usual
 from longtrain.methods.kvzap.modules import KVzap
 from longtrain.methods.kvzap.objective import KVzapObjective
-from longtrain.methods.kvzap.runtime import ADAPTIVE, KVzapEvictor
+from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.spec import MethodSpec
-from longtrain.settings import CountOrZero, convert, wrong
+from longtrain.settings import Adaptive, CountOrZero, convert
 from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive", "window", "threshold", "decoding")
@@ -49,14 +49,11 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         ConfigError: an unknown key, no budget, or a value out of range.
     """
     given = given_keys("KVzap", keys, KEYS)
-    adaptive = given.get("adaptive", "layers")
-    if adaptive not in ADAPTIVE or (adaptive == 0 and adaptive is not False):
-        raise wrong("evict.adaptive", adaptive, ", ".join(str(way).lower() for way in ADAPTIVE))
     evictor = KVzapEvictor(
         running(KVzap, module, target),
         config,
         eviction_budget("KVzap", given),
-        adaptive=adaptive,
+        adaptive=convert(given.get("adaptive", "layers"), Adaptive, "evict.adaptive"),
         window=convert(given.get("window"), CountOrZero | None, "evict.window"),
         threshold=convert(given.get("threshold"), float | None, "evict.threshold"),
         decoding=convert(given.get("decoding", False), bool, "evict.decoding"),

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from longtrain.settings import Count, CountOrZero, Kernel, NotNegative, OneOf, Positive, check, wrong
+from longtrain.settings import (
+    Adaptive,
+    Count,
+    CountOrZero,
+    Kernel,
+    NotNegative,
+    OneOf,
+    Positive,
+    check,
+    convert,
+    wrong,
+)
 
 FORMATS = ("peft",)
 """Formats of other tools that `export format=` writes."""
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linears of a decoder layer that may have LoRA."""
-
-ADAPTIVE = (False, "heads", "layers")
-"""Budgets: the same for every head (False), or shared among the heads of a layer or of all layers."""
 
 _SETS = {"all": LINEARS, "qv": ("q", "v"), "none": ()}
 
@@ -46,7 +54,7 @@ class Config:
     def __post_init__(self) -> None:
         check(self, "method")
         self.linears()
-        check_adaptive(self.adaptive, "method.adaptive")
+        self.adaptive = convert(self.adaptive, Adaptive, "method.adaptive")  # Hydra's schema has no Literal
 
     def linears(self) -> tuple[str, ...]:
         """Return the linears that have LoRA, in the order of `LINEARS`.
@@ -60,17 +68,3 @@ class Config:
             known = f"{', '.join(_SETS)}, or a list of {', '.join(LINEARS)}"
             raise wrong("method.lora_targets", asked, known)
         return tuple(name for name in LINEARS if name in names)
-
-
-def check_adaptive(value: Any, key: str) -> None:
-    """Check that a value is one of `ADAPTIVE`.
-
-    Args:
-        value: the value as typed; 0 does not count as false.
-        key: its key, for the message.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if value not in ADAPTIVE or (value == 0 and value is not False):
-        raise wrong(key, value, ", ".join(str(way).lower() for way in ADAPTIVE))

@@ -6,20 +6,20 @@ E hidden dim, D head dim.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from longtrain.decoding.evict import Budget, Keep, PromptRun
+from longtrain.decoding.evict import Budget, Budgeted, Keep, PromptRun
 from longtrain.decoding.observe import LastQueries
 from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
 from longtrain.methods.lookaheadkv.modules import lookahead_tokens_of
 from longtrain.methods.lookaheadkv.samples import moved
+from longtrain.settings import Adaptive
 from longtrain.targets.suffix import Beside, SuffixRun
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 
-class LookaheadEvictor:
+class LookaheadEvictor(Budgeted):
     """Keeps the KV entries that the lookahead tokens attend to most (`decoding.evict.Evictor`).
 
     The prompt's own computation is unchanged: the lookahead tokens read its cache and write nothing to it.
@@ -39,7 +39,7 @@ class LookaheadEvictor:
         target: the frozen model.
         config: hyperparameters.
         budget: entries kept of each layer and KV head; on average if budgets are adaptive.
-        adaptive: one of `config.ADAPTIVE`.
+        adaptive: how the budget is shared.
 
     Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
     Note: adaptive budgets are not the paper's; scores of each head are then normalised to sum to 1 over the
@@ -57,7 +57,7 @@ class LookaheadEvictor:
         config: Config,
         budget: Budget,
         *,
-        adaptive: bool | str = False,
+        adaptive: Adaptive = False,
     ) -> None:
         self.module, self.target, self.config = module, target, config
         self.budget, self.adaptive = budget, adaptive
@@ -70,34 +70,22 @@ class LookaheadEvictor:
         """Width of the max-pool, for policies that wrap this one (Ada-KV)."""
         return self.config.pool_kernel
 
-    def with_budget(self, budget: Budget) -> LookaheadEvictor:
-        """Return a copy with another budget."""
-        other = copy.copy(self)
-        other.budget = budget
-        return other
-
-    def extra_tokens(self, longest: int) -> int:
-        """Return 0: nothing is added to the cache (see `Evictor`)."""
-        return 0
-
     def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
         """Return the observer that runs the lookahead tokens layer by layer; None if every prompt fits."""
-        if self._fits(lengths) and not self.config.suffix_window:
+        if self.budget.covers(lengths) and not self.config.suffix_window:
             return None
         return LookaheadTokens(self, lengths)
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """Choose the entries to keep (see `Evictor`), by `scores` if they are known already."""
-        if self._fits(run.lengths):
+        if self.budget.covers(run.lengths):
             return None
         s_LBGS = self.scores(run) if scores is None else scores
         if self.adaptive:
             s_LBGS = s_LBGS / s_LBGS.sum(-1, keepdim=True)
         s_LBGS = max_pool(s_LBGS, run.lengths, kernel=self.config.pool_kernel)
-        if self.adaptive == "heads":
-            return top_adaptive(s_LBGS, run.lengths, self.budget, across="heads")
-        if self.adaptive == "layers":
-            return top_adaptive(s_LBGS, run.lengths, self.budget, across="layers")
+        if self.adaptive:
+            return top_adaptive(s_LBGS, run.lengths, self.budget, across=self.adaptive)
         return top(s_LBGS, run.lengths, self.budget)
 
     @torch.no_grad()
@@ -123,9 +111,6 @@ class LookaheadEvictor:
             k_BTGD, v_BTGD = run.cache.prefix(layer)
             rows.step(k_BTGD[:, :longest], v_BTGD[:, :longest])
         return torch.stack(rows.scores)
-
-    def _fits(self, lengths: Sequence[int]) -> bool:
-        return all(length <= self.budget.of(length) for length in lengths)
 
 
 class LookaheadTokens:

@@ -13,13 +13,14 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.methods.checked import built_for_target, eviction_budget, given_keys, running, trained
 from longtrain.methods.lookaheadkv.adapter import FORMATS
-from longtrain.methods.lookaheadkv.config import Config, check_adaptive
+from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.cost import COST
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
 from longtrain.methods.spec import MethodSpec
+from longtrain.settings import Adaptive, convert
 from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive")
@@ -49,8 +50,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     """
     given = given_keys("LookaheadKV", keys, KEYS)
     budget = eviction_budget("LookaheadKV", given)
-    adaptive = given.get("adaptive", config.adaptive)
-    check_adaptive(adaptive, "evict.adaptive")
+    adaptive = convert(given.get("adaptive", config.adaptive), Adaptive, "evict.adaptive")
     rows = running(LookaheadKV, module, target)
     evictor = LookaheadEvictor(rows, target, config, budget, adaptive=adaptive)
     return Parts(evictor=evictor, name="lookaheadkv")

@@ -1,6 +1,7 @@
 """The MagicDec draft: the target's own decoding steps over a part of the context.
 
-Shapes: L layers, B batch, S prompt tokens, T tokens, N tree nodes, H query heads, G KV heads, D head dim.
+Shapes: L layers, B batch, S prompt tokens, T tokens, N tree nodes, P path, H query heads, G KV heads, D head
+dim.
 """
 
 from __future__ import annotations
@@ -139,9 +140,14 @@ class MagicDecRuntime:
             raise ConflictError(
                 "a MagicDec draft observed a step that it did not see; run it through Engine.generate"
             )
-        n_B, step_T = verdict.n_B, torch.arange(tree.tokens_BN.shape[1], device=verdict.n_B.device)
-        pos_BT = (cache.len_B - n_B)[:, None] + step_T
-        rows.take(*_stacked(self._nodes), pos_BT, step_T < n_B[:, None])
+        path_BP, n_B = verdict.path_BP, verdict.n_B
+        k_LBGND, v_LBGND = _stacked(self._nodes)
+        if tree.copied and tree.depth_N.dim() == 2:  # no chain: look-up added a branch
+            at = path_BP[None, :, None, :, None].expand(*k_LBGND.shape[:3], -1, k_LBGND.shape[4])
+            k_LBGND, v_LBGND = k_LBGND.gather(3, at), v_LBGND.gather(3, at)
+        step_P = torch.arange(path_BP.shape[1], device=n_B.device)
+        pos_BP = (cache.len_B - n_B)[:, None] + step_P
+        rows.take(k_LBGND, v_LBGND, pos_BP, step_P < n_B[:, None])
         self._nodes = {}
 
     def bytes(self) -> int:

@@ -6,7 +6,7 @@ Shapes: L layers, B prompts, S prompt positions, G KV heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
@@ -120,7 +120,9 @@ class AdaKV(BasePolicy):
 
     def with_budget(self, budget: Budget) -> Self:
         """Return a copy with another budget, for the wrapped policy too (see `Scorer`)."""
-        return replace(self, budget=budget, over=self.wrapped.with_budget(budget))
+        other = super().with_budget(budget)
+        other.over = self.wrapped.with_budget(budget)
+        return other
 
 
 def _refusal(what: object) -> str:

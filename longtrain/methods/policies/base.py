@@ -6,14 +6,14 @@ Shapes: L layers, B sequences, G KV heads, S prompt positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from longtrain.costs.hardware import Gpu
 from longtrain.costs.method import PromptShape
-from longtrain.decoding.evict import Budget, Keep, PromptRun
+from longtrain.decoding.evict import Budget, Budgeted, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
 from longtrain.settings import CountOrZero, Kernel, check, wrong
 from longtrain.targets.attention import AttentionHook
@@ -36,7 +36,7 @@ class Scorer(Protocol):
 
 
 @dataclass
-class BasePolicy:
+class BasePolicy(Budgeted):
     """An evictor with a budget that observes nothing during prefill.
 
     Args:
@@ -56,10 +56,6 @@ class BasePolicy:
         """Smallest budget that is accepted: the entries that always stay."""
         return 1
 
-    def extra_tokens(self, longest: int) -> int:
-        """Return 0: no extra cache positions (see `Evictor`)."""
-        return 0
-
     def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
         """Return None: nothing is observed (see `Evictor`)."""
         return None
@@ -70,7 +66,7 @@ class BasePolicy:
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """Choose the entries to keep, or None if every prompt fits (see `Scorer`)."""
-        if fits(run.lengths, self.budget):
+        if self.budget.covers(run.lengths):
             return None
         return self.choose(run, self.scores(run) if scores is None else scores)
 
@@ -82,10 +78,6 @@ class BasePolicy:
     def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
         """Estimate the policy's share of the first token (`costs.method.FirstToken`); empty if unknown."""
         return {}
-
-    def with_budget(self, budget: Budget) -> Self:
-        """Return a copy with another budget (see `Scorer`)."""
-        return replace(self, budget=budget)
 
 
 @dataclass
@@ -119,8 +111,3 @@ class Policy(BasePolicy):
         assert scores is not None
         pooled = max_pool(scores, run.lengths, kernel=self.kernel)
         return top(pooled, run.lengths, self.budget, protect_last=self.window)
-
-
-def fits(lengths: Sequence[int], budget: Budget) -> bool:
-    """Return True if no prompt is above its budget."""
-    return all(length <= budget.of(length) for length in lengths)

@@ -18,7 +18,6 @@ from longtrain.costs.model import decode, score
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.decoding.select import max_pool, top
-from longtrain.methods.policies.base import fits
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.settings import Count, CountOrZero, wrong
 
@@ -92,7 +91,7 @@ class LAQ(SnapKV):
     def scores(self, run: PromptRun) -> Tensor:
         """Decode the pseudo answer and return the scores of its queries (see `Scorer`)."""
         assert isinstance(run.watched, LastQueries)
-        first = None if fits(run.lengths, self.budget) else super().choose(run, super().scores(run))
+        first = None if self.budget.covers(run.lengths) else super().choose(run, super().scores(run))
         rows = AllQueries(run.lengths)
         run.decode(self.n_tokens, keep=first, hook=rows)
         last = run.watched.narrowed(self.second_window)

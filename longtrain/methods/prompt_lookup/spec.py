@@ -18,14 +18,14 @@ from longtrain.targets.model import Target
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
     """Return the draft, and a cache if `config` asks for one."""
     given_keys("prompt look-up", keys)
-    parts = Parts(draft=PromptLookupRuntime(target, config.ngram), name="prompt_lookup")
+    parts = Parts(draft=PromptLookupRuntime(config.ngram), name="prompt_lookup")
     return target_cache.with_cache(parts, config.cache, target)
 
 
 SPEC = MethodSpec(
     name="prompt_lookup",
     config=Config,
-    paper="Inference with Reference: Lossless Acceleration of Large Language Models, arXiv 2304.04487",
+    paper="SAM Decoding: Speculative Decoding via Suffix Automaton, arXiv 2411.10666",
     attach=_attach,
     text_settings=target_cache.text_settings,
 )

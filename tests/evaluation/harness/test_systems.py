@@ -9,6 +9,7 @@ import pytest
 
 from longtrain import methods
 from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import ChildChoice, TreeShape
 from longtrain.errors import ConfigError, ConflictError
@@ -259,6 +260,22 @@ def test_systems_that_name_a_cache(wide):
         builder.systems([{"cache": "int8", "drafted": [2]}])
 
 
+def test_a_system_may_choose_its_shapes(wide):
+    builder = Builder(wide, [], [CHAIN], {}.__getitem__)
+    chosen = builder.systems([{"method": "prompt_lookup", "drafted": "auto"}])[1]
+    assert chosen.name == "prompt_lookup auto" and chosen.facts["shape"] == "auto"
+    assert chosen.drafts and chosen.lossless_of == "full"
+    assert chosen.nodes == 1 + max(map(len, chosen.parts.draft.offers))
+    prompts = [[3, 4, 5, 6] * 4]
+    plain = Engine(wide).generate(prompts, max_new_tokens=12)
+    made = Engine(wide, chosen.parts).generate(prompts, max_new_tokens=12, shape=chosen.shape)
+    assert made.tokens == plain.tokens
+    with pytest.raises(ConfigError, match="left out beside drafted=auto"):
+        builder.systems([{"method": "prompt_lookup", "drafted": "auto", "shapes": [[1, 1]]}])
+    with pytest.raises(ConfigError, match="int8 drafts nothing"):
+        builder.systems([{"cache": "int8", "drafted": "auto"}])
+
+
 def test_random_weights_stand_in_for_training(target):
     builder = Builder(target, [Budget(40)], [CHAIN], {}.__getitem__, random_seed=3)
     draft, evictor = (
@@ -285,3 +302,40 @@ def test_on_a_quantised_cache_untrained_drafts_repeat_its_texts(wide):
     assert found[2].name == "magicdec cache=hierarchical" and found[2].parts.cache is not None
     with pytest.raises(ConfigError, match=r"prompt_lookup: cache=int4; allowed: plain, hierarchical"):
         builder.systems([{"method": {"name": "prompt_lookup", "cache": "int4"}}])
+
+
+def test_look_up_beside_a_draft_alone_or_off(wide):
+    """Three systems of one draft in one run; the run's own setting is for entries that do not say it."""
+    entries = [{"method": "quantspec", "lookup": how} for how in ("auto", "only", False)]
+    found = Builder(wide, [], [CHAIN], {}.__getitem__).systems(entries)[1:]
+    assert [one.name for one in found] == [
+        "quantspec+lookup auto",
+        "quantspec+lookup only",
+        "quantspec",
+    ]
+    assert [one.shape.n_nodes for one in found] == [16, 4, 4]
+    assert [one.facts.get("lookup") for one in found] == ["auto", "only", None]
+    assert [one.facts.get("copied") for one in found] == [12, None, None]
+    assert all(one.drafts and one.parts.cache is not None for one in found)
+    (run,) = Builder(wide, [], [CHAIN], {}.__getitem__, lookup="auto").systems(["quantspec"])[1:]
+    assert run.name == "quantspec" and run.shape.copied == 12 and run.facts["lookup"] == "auto"
+    twice = Builder(wide, [], [CHAIN], {}.__getitem__).systems(
+        [{"method": "quantspec", "lookup": "auto", "drafted": [2, 4]}]
+    )
+    assert [one.name for one in twice[1:]] == [
+        "quantspec+lookup auto chain 2",
+        "quantspec+lookup auto chain 4",
+    ]
+    with pytest.raises(ConfigError, match="lookup=always; allowed: auto, off, only"):
+        parse({"method": "quantspec", "lookup": "always"})
+
+
+def test_look_up_beside_a_policy(wide):
+    builder = Builder(wide, [Budget(40)], [CHAIN], {}.__getitem__)
+    found = builder.systems(["snapkv", {"name": "snapkv", "lookup": "only"}])
+    assert [one.name for one in found] == ["full", "snapkv@40", "snapkv+lookup only@40"]
+    both = found[2]
+    assert both.drafts and both.evicts and both.lossless_of == "snapkv@40" and both.kind == "combined"
+    for entry in ({"name": "snapkv", "lookup": "auto"}, {"cache": "int8", "lookup": "auto"}):
+        with pytest.raises(ConfigError, match="has no draft for lookup=auto to join; pass lookup=only"):
+            builder.systems([entry])

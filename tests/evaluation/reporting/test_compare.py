@@ -191,7 +191,7 @@ def test_the_report_marks_what_is_larger_than_noise(write):
 
 
 def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_path, monkeypatch):
-    from longtrain.jobs.finished import compare as job
+    from longtrain.jobs import eval as job
 
     written = {}
     monkeypatch.setattr(job.provenance, "write", lambda folder, config, **facts: written.update(facts))

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from longtrain.evaluation.analysis.acceptance import ACCEPTANCE
-from longtrain.evaluation.reporting.comparisons import card_table
+from longtrain.evaluation.reporting.comparisons import card_table, speed_table
 from longtrain.evaluation.reporting.document import ReportTable, difference
 from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, headline, pictures
 from longtrain.evaluation.reporting.tables import summary, table
@@ -105,7 +105,12 @@ def test_names_from_outside_are_escaped_in_every_form():
     assert "&lt;img src=x&gt;|*y*" in made.html() and "<img" not in made.html()
 
 
-def test_pictures_say_what_they_are_of(made):
+@pytest.fixture(scope="module")
+def drawn(made):
+    return pictures(made.results)
+
+
+def test_pictures_say_what_they_are_of(made, drawn):
     results = copy.deepcopy(made.results)
     results["target"]["name"] = "/models/some_$target/"
     lengths = [{"facets": {"length": length}} for length in (8192, 512, 2048)]
@@ -114,14 +119,14 @@ def test_pictures_say_what_they_are_of(made):
     )
     assert headline({**results, "title": "Needle", "cells": lengths[1:2]}).endswith("context of 512 tokens")
     assert headline({**results, "title": "Needle", "cells": []}) == "Needle: some_$target"
-    assert all(pictures(results)[name] != picture for name, picture in pictures(made.results).items())
+    others = pictures(results)
+    assert all(others[name] != picture for name, picture in drawn.items())
 
 
-def test_pictures_are_made_for_what_there_is(made):
-    found = pictures(made.results)
-    assert set(found) == {"budget.png", "acceptance.png", "needle.png"}
-    assert all(content.startswith(b"\x89PNG") for content in found.values())
-    assert found == pictures(made.results)
+def test_pictures_are_made_for_what_there_is(made, drawn):
+    assert set(drawn) == {"budget.png", "acceptance.png", "needle.png"}
+    assert all(content.startswith(b"\x89PNG") for content in drawn.values())
+    assert drawn == pictures(made.results)
     plain = copy.deepcopy(made.results)
     plain["systems"], plain["cells"] = plain["systems"][:1], []
     assert pictures(plain) == {}
@@ -157,3 +162,53 @@ def test_a_card_has_scores_by_prompt_length_and_the_range_of_speeds(made):
     at = {one["value"]: one["score"] for one in facets if one["facet"] == "length"}
     assert rows[1][3].startswith(f"{at[1024]['value']:.2f} [")
     assert "speed" not in card_table(made.results, None)[0]
+
+
+def timed(ratios, *, batch, task="lcc", peak=None):
+    """A row of timings; a ratio of None means that memory ran out."""
+    metrics = {
+        name: {"failed": "out of memory"}
+        if ratio is None
+        else {
+            "ratio": ratio, "ratio_range": [ratio, ratio], "tokens": 100, "decode_s": 10 / ratio,
+            "first_token_s": 0.25 * batch, "first_token_overhead": 0.1, "peak_device_bytes": peak,
+            "tokens_per_s": 10 * ratio, "end_to_end_tokens_per_s": 9.0, "end_to_end_ratio": 1.0,
+            "ms_per_cycle": 2.0, "cache_bytes": 1 << 21, "draft_bytes": 0,
+        }
+        for name, ratio in ratios.items()
+    }  # fmt: skip
+    return {
+        "task": task, "length": None, "prompts": 2, "batch": batch, "max_new_tokens": 64, "metrics": metrics,
+    }  # fmt: skip
+
+
+def test_speed_first_token_and_memory_stand_beside_the_scores(made):
+    draft = made.results["systems"][-1]["name"]
+    rows = [
+        timed({"full": 1.0, draft: 2.0}, batch=1),
+        timed({"full": 1.0, draft: 3.0}, batch=1, task="qmsum"),
+        timed({"full": 1.0, draft: 0.9}, batch=8, peak=3 << 29),
+        timed({"full": 1.0, draft: None}, batch=32),
+    ]
+    timings = {"device": "cuda:0", "speed": rows}
+    header, lines = summary(made.results, timings)
+    first = header.index("speed, batch 1")
+    assert header[first : first + 4] == [
+        "speed, batch 1", "speed, batch 8", "speed, batch 32", "ms to the first token, batch 1",
+    ]  # fmt: skip
+    assert lines[0][first : first + 4] == ["1.00 ×", "1.00 ×", "1.00 ×", "250.0 (250 to 250)"]
+    # pooled: 200 tokens in 10 / 2 + 10 / 3 s, over 200 in 20 s
+    assert lines[-1][first : first + 3] == ["2.40 × (2.00 to 3.00)", "0.90 ×", "out of memory"]
+    assert lines[1][first : first + 3] == ["-", "-", "-"]  # systems that were not timed
+    at_eight = {"device": "cuda:0", "speed": rows[2:3]}
+    header, lines = summary(made.results, at_eight)
+    assert "speed" in header and lines[-1][header.index("peak memory")] == "1.50 GiB"
+    shown = table(made.results, timings)
+    assert "Timed on cuda:0: speed is tokens/s without prefill over that of full;" in shown
+    assert "CPU" not in shown and pictures(made.results, timings)["speed.png"].startswith(b"\x89PNG")
+    assert "speed.png" not in pictures(made.results, at_eight)
+    assert "| out of memory |" in speed_table(made.results, timings)
+    assert card_table(made.results, timings)[1][-1][-1] == "2.00 to 3.00 ×"  # of the smallest batch
+    on_cpu = table(made.results, {"device": "cpu", "speed": rows[:1]})
+    assert "Peak memory is measured on CUDA devices only." in on_cpu and "peak memory |" not in on_cpu
+    assert table(made.results, {}) == table(made.results)

@@ -24,7 +24,7 @@ def byte_tokenizer(*, begin=False):
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", chat_template=CHAT)
 
 
-def byte_target(*, begin=False, dtype=torch.float32):
-    made = random_target({**SHAPES["llama_micro"], "vocab_size": 257}, dtype=dtype)
+def byte_target(*, begin=False, dtype=torch.float32, **shape):
+    made = random_target({**SHAPES["llama_micro"], "vocab_size": 257, **shape}, dtype=dtype)
     made.tokenizer = byte_tokenizer(begin=begin)
     return made

@@ -36,7 +36,7 @@ def build(target, settings_of, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(speculation, "PUBLISHED", known)
     own = {"data": str(tmp_path), "aime24": str(problems), "lengths": None}
-    own |= {"max_new_tokens": 12, "aime24_max_new_tokens": 10}
+    own |= {"max_new_tokens": 12, "aime24_max_new_tokens": 10, "ignore_eos": True}
 
     def make(**changed):
         settings = settings_of("speculation", **{**own, "min_prompt_tokens": 400, **changed})
@@ -69,7 +69,8 @@ def test_documents_are_quantspecs_or_a_variant(target, settings_of, monkeypatch)
         monkeypatch.setitem(documents.CORPORA, name, corpus)
 
     def found(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
-        settings = settings_of("speculation", **{"tasks": ["pg19"], "lengths": None, **changed})
+        usual = {"tasks": ["pg19"], "lengths": None, "ignore_eos": True}
+        settings = settings_of("speculation", **{**usual, **changed})
         return speculation.build(settings, target, seed=0, sampling=sampling).summary({})
 
     assert (found().title, len(found().notes)) == ("Acceptance on pg19", 1)

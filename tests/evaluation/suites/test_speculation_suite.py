@@ -139,7 +139,7 @@ def test_acceptance_is_pooled_and_ended_cycles_are_left_out():
 def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     suite = build(target, data, tasks=["gov_report", "aime24"])
     told = []
-    test = SpeedTest(target, systems, suite, Sampling(), prompts=2, batch=2)
+    test = SpeedTest(target, systems, suite, Sampling(), prompts=2, batches=[2])
     rows = test.rows(lambda what, done: told.append((what, done)))
     assert [row["task"] for row in rows] == ["gov_report", "aime24"]
     row = rows[0]

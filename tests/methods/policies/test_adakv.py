@@ -182,13 +182,3 @@ def test_what_may_be_wrapped(name, root):
     with pytest.raises(ConfigError, match=f"evict.over={name}: ") as error:
         policies.get("adakv", budget=Budget(64), over=name)
     assert {*ALLOWED.split(", ")} < {*str(error.value).replace(";", ",").replace("allowed: ", "").split(", ")}
-
-
-def test_a_budget_below_the_window_is_refused():
-    target = micro()
-    policy = policies.get("adakv", budget=Budget(7), options={"window": 8})
-    with pytest.raises(ConfigError, match="budget"):
-        policy.select(prefilled(target, prompts_of(40), policy))
-    even = policy.with_budget(Budget(8))
-    keep = even.select(prefilled(target, prompts_of(40), even))
-    assert kept(keep, 0) == [[list(range(32, 40))] * 2] * 2

@@ -69,20 +69,6 @@ def test_oracle_looks_at_no_more_than_its_tokens():
     torch.testing.assert_close(few.scores(run)[:, 0], rows_on_prompt(A_LHTT, 50, 50), atol=1e-10, rtol=1e-10)
 
 
-def test_the_cache_is_as_it_was_after_scoring():
-    target, prompts = micro(), prompts_of(50, 31)
-    for name in ("oracle", "laq"):
-        policy = policies.get(name, budget=Budget(20), **({"window": 8} if name == "laq" else {}))
-        run = prefilled(target, prompts, policy)
-        before = [[x[seq, :n].clone() for x in run.cache.prefix(1)] for seq, n in enumerate(run.lengths)]
-        first = policy.scores(run)
-        assert run.cache.len_B.tolist() == [50, 31]
-        for seq, n in enumerate(run.lengths):
-            for was, now in zip(before[seq], run.cache.prefix(1), strict=True):
-                assert torch.equal(was, now[seq, :n])
-        assert torch.equal(first, policy.scores(run))
-
-
 def laq_reference(target, prompt, *, second, softmax):
     """Kept rows and pseudo answer of LAQ, step by step with whole matrices."""
     eager, n = Eager(target), len(prompt)

@@ -8,11 +8,12 @@ import torch
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.targets.tokenizer import read_tokenizer
 
 from .naive import micro
-from .runs import prefilled, prompts_of
+from .runs import kept, prefilled, prompts_of
 
 OPTIONS = {
     "pyramidkv": {"window": 8},
@@ -61,6 +62,36 @@ def test_a_batch_decodes_as_each_prompt_alone(target, draft, name):
     assert kept[1] == 20
     for rows in (kept[0], kept[2]):
         assert abs(rows - 24) <= (0 if name in EXACT else 0.5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_batch_keeps_what_each_prompt_keeps_alone_and_leaves_the_cache_as_it_was(target, draft, name):
+    policy, lengths = policy_of(name, draft, ratio=0.5), (30, 61, 44)
+    prompts = prompts_of(*lengths)
+    run = prefilled(target, prompts, policy)
+    before = [[x[seq, :n].clone() for x in run.cache.prefix(1)] for seq, n in enumerate(lengths)]
+    scores, together = policy.scores(run), policy.select(run)
+    assert run.cache.len_B.tolist() == list(lengths)
+    for seq, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
+        for was, now in zip(before[seq], run.cache.prefix(1), strict=True):
+            assert torch.equal(was, now[seq, :n])
+        assert kept(together, seq) == kept(policy.select(prefilled(target, [prompt], policy)), 0)
+    if scores is not None:
+        assert torch.equal(scores, policy.scores(run))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_only_prompts_above_the_budget_are_cut_and_no_budget_is_below_what_stays(target, draft, name):
+    policy = policy_of(name, draft, tokens=64)
+    run = prefilled(target, prompts_of(64, 40), policy)
+    assert policy.select(run) is None
+    assert policy.with_budget(Budget(63)).select(run) is not None
+    least = policy.least_budget
+    if least > 1:
+        with pytest.raises(ConfigError, match="budget"):
+            policy.with_budget(Budget(least - 1)).select(run)
+    keep = policy.with_budget(Budget(least)).select(run)
+    assert {len(row) for heads in kept(keep, 0) for row in heads} == {least}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -177,28 +177,6 @@ def test_scores_and_kept_rows(target, tokenizer, norms, across):
         assert len(counts) > 1 or across == "heads"
 
 
-def test_the_cache_is_as_it_was_after_scoring(target):
-    policy = policies.get("kvzip", budget=Budget(14), chunk=16)
-    run = prefilled(target, prompts_of(40, 20), policy)
-    before = run.cache.prefix(1)[0][0, :40].clone()
-    policy.scores(run)
-    assert run.cache.len_B.tolist() == [40, 20]
-    assert torch.equal(run.cache.prefix(1)[0][0, :40], before)
-
-
-def test_a_batch_gives_what_each_prompt_gives_alone(target):
-    policy = policies.get("kvzip", budget=Budget(ratio=0.4), chunk=16)
-    prompts = prompts_of(40, 17, 64)
-    together = policy.select(prefilled(target, prompts, policy))
-    for seq, prompt in enumerate(prompts):
-        assert kept(policy.select(prefilled(target, [prompt], policy)), 0) == kept(together, seq)
-
-
-def test_prompts_within_the_budget_are_left_alone(target):
-    policy = policies.get("kvzip", budget=Budget(20))
-    assert policy.select(prefilled(target, prompts_of(20, 9), policy)) is None
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -211,12 +189,6 @@ def test_prompts_within_the_budget_are_left_alone(target):
 def test_bad_options_are_refused(options, word):
     with pytest.raises(ConfigError, match=word):
         policies.get("kvzip", budget=Budget(64), **options)
-
-
-def test_a_budget_below_the_sinks_is_refused(target):
-    policy = policies.get("kvzip", budget=Budget(3))
-    with pytest.raises(ConfigError, match="budget"):
-        policy.select(prefilled(target, prompts_of(30), policy))
 
 
 def test_a_target_without_a_tokenizer_is_refused():

@@ -73,37 +73,6 @@ def test_h2o_sums_columns_in_any_chunks(chunk):
         assert not s_LBGS[:, seq, :, len(prompt) :].any()
 
 
-@pytest.mark.parametrize("name", ["pyramidkv", "h2o", "tova", "random"])
-def test_a_batch_gives_what_each_prompt_gives_alone(name):
-    target = micro()
-    policy = policies.get(name, budget=Budget(ratio=0.5))
-    if name != "tova":
-        policy = policies.get(name, budget=Budget(ratio=0.5), window=8)
-    prompts = prompts_of(30, 61, 44)
-    together = policy.select(prefilled(target, prompts, policy))
-    for seq, prompt in enumerate(prompts):
-        alone = policy.select(prefilled(target, [prompt], policy))
-        assert kept(together, seq) == kept(alone, 0)
-
-
-@pytest.mark.parametrize("name", ["pyramidkv", "h2o", "tova", "random"])
-def test_prompts_within_the_budget_are_left_alone(name):
-    target = micro()
-    policy = policies.get(name, budget=Budget(64))
-    assert policy.select(prefilled(target, prompts_of(64, 40), policy)) is None
-    assert policy.with_budget(Budget(63)).select(prefilled(target, prompts_of(64, 40), policy)) is not None
-
-
-@pytest.mark.parametrize("name", ["pyramidkv", "h2o", "random"])
-def test_a_budget_below_the_window_is_refused(name):
-    target = micro()
-    policy = policies.get(name, budget=Budget(7), window=8)
-    run = prefilled(target, prompts_of(40), policy)
-    with pytest.raises(ConfigError, match="budget"):
-        policy.select(run)
-    assert {len(row) for row in kept(policy.with_budget(Budget(8)).select(run), 0)[0]} == {8}
-
-
 def test_scores_can_be_shared_by_budgets():
     target = micro()
     policy = policies.get("pyramidkv", budget=Budget(20), window=8)

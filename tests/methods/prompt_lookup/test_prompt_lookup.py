@@ -10,10 +10,13 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.kernels.suffix_match import NONE, longest_match
 from longtrain.methods.prompt_lookup.config import Config
-from longtrain.methods.prompt_lookup.runtime import History, PromptLookupRuntime
+from longtrain.methods.prompt_lookup.history import History
+from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
 from longtrain.targets.loading import random_target
+from tests.automaton import longest_suffix
 from tests.helpers import ONE_LAYER, attached, chi_square
 
 SPEC = methods.get("prompt_lookup")
@@ -52,7 +55,7 @@ class Lengths:
 
 def drafted(target, texts, ngram=3, count=5, children=ChildChoice.POINT):
     """What is drafted for texts whose last token is the root."""
-    runtime = PromptLookupRuntime(target, ngram)
+    runtime = PromptLookupRuntime(ngram)
     longest = max(map(len, texts))
     tokens_BS = torch.tensor([[*text[:-1], *[0] * (longest - len(text))] for text in texts])
     n_B = torch.tensor([len(text) - 1 for text in texts])
@@ -83,13 +86,52 @@ def test_the_longest_match_then_the_latest(target):
     assert tree.parents_BN[0].tolist() == [-1, 0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("ngram", [1, 2, 3, 5])
+@pytest.mark.parametrize("ngram", [1, 2, 3, 5, 64])
 def test_it_is_its_definition(target, ngram):
     gen = torch.Generator().manual_seed(ngram)
     lengths = [1, 2, 3, 4, 7, 12, 40, 80, 81, 300]
     texts = [torch.randint(3, (n,), generator=gen).tolist() for n in lengths]
     _, tree = drafted(target, texts, ngram, 6)
     assert tree.tokens_BN[:, 1:].tolist() == [looked_up(text, ngram, 6) for text in texts]
+
+
+def longest_overlap(text: list[int]) -> tuple[int, int]:
+    """The longest match by comparing lists, and the distance back to its latest place."""
+    last, best, back = len(text) - 1, 0, 1
+    for end in range(last - 1, -1, -1):
+        agree = 0
+        while agree <= end and text[end - agree] == text[last - agree]:
+            agree += 1
+        if agree > best:
+            best, back = agree, last - end
+    return best, back
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 5])
+def test_the_match_is_a_suffix_automatons(vocab):
+    """Random texts, some repeated; in a ring that has gone round twice before as well."""
+    gen = torch.Generator().manual_seed(vocab)
+    for trial in range(40):
+        length = int(torch.randint(1, 61, (1,), generator=gen))
+        text = torch.randint(vocab, (length,), generator=gen).tolist()
+        text = (text * 3)[:60] if trial % 3 == 0 else text
+        matched, back = longest_overlap(text)
+        assert longest_suffix(text) == matched
+        for first in (0, 130):  # of the positions
+            ring = torch.full((1, 64), NONE, dtype=torch.int32)
+            ring[0, torch.arange(first, first + len(text)) % 64] = torch.tensor(text, dtype=torch.int32)
+            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 63)
+            assert [one.item() for one in found] == [matched, back]
+            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 2)
+            assert found[0].item() == min(matched, 2)
+
+
+def test_a_match_ends_at_the_oldest_token_of_a_full_ring():
+    """Beyond it are the newest tokens, which precede nothing."""
+    ring = torch.tensor([[7, 7, 7, 7]], dtype=torch.int32)
+    assert [one.item() for one in longest_match(ring, torch.tensor([9]), 4)] == [3, 1]
+    with pytest.raises(DataError, match="a buffer of 6 places for matches of 2; allowed: a power of two"):
+        longest_match(torch.zeros(1, 6, dtype=torch.int32), torch.tensor([1]), 2)
 
 
 def test_accepted_tokens_are_text_at_once(target):
@@ -112,7 +154,7 @@ def test_accepted_tokens_are_text_at_once(target):
 
 
 def test_a_text_longer_than_the_ring_forgets_its_beginning():
-    history = History(1, 4, 3, torch.device("cpu"))
+    history = History(1, 4, torch.device("cpu"))
     slots = history.slots
     assert slots == 8192
     gen = torch.Generator().manual_seed(0)
@@ -125,7 +167,7 @@ def test_a_text_longer_than_the_ring_forgets_its_beginning():
     recent = text[0].tolist()
 
     def copied(count):
-        return history.extend(text[:, -1], torch.tensor([last]), count)[0, 1:].tolist()
+        return history.extend(text[:, -1], torch.tensor([last]), count, 3)[0][0].tolist()
 
     assert recent[slots + 3 : slots + 9] != copied(6) == looked_up(recent[-slots:], 3, 6)
     text[0, last - 500 : last - 497] = text[0, -3:]
@@ -167,7 +209,7 @@ def test_on_another_cache_and_its_memory(target):
     plain = engine.generate(texts, max_new_tokens=40, shape=PLAIN, ignore_eos=True)
     assert engine.generate(texts, max_new_tokens=40, shape=CHAIN, ignore_eos=True).tokens == plain.tokens
     held, (tokens,) = parts.draft.bytes(), parts.draft.tensors()
-    assert held == (8192 + 2) * 4
+    assert held == 8192 * 4
     engine.generate([[3] * 900], max_new_tokens=4, shape=CHAIN, ignore_eos=True)
     assert parts.draft.tensors()[0].data_ptr() == tokens.data_ptr()
 
@@ -179,6 +221,6 @@ def test_what_it_refuses(target):
         parts_of(target).draft.propose(torch.zeros(1).long(), CHAIN, Sampling(), None)
     with pytest.raises(ConfigError, match="no inference keys"):
         SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
-    for ngram in (0, 17):
-        with pytest.raises(ConfigError, match=f"method.ngram={ngram}; allowed: a whole number from 1 to 16"):
+    for ngram in (0, 129):
+        with pytest.raises(ConfigError, match=f"method.ngram={ngram}; allowed: a whole number from 1 to 128"):
             Config(ngram=ngram)

@@ -221,12 +221,13 @@ def test_init_takes_the_artifact_of_a_draft_and_no_other(tmp_path, caplog):
     cfg = RunConfig(values)
     head = RetrievalHead(Config(layers=[0, 1]), target.info)
     with caplog.at_level("INFO"):
-        facts = train._load_init(cfg, cfg.method, head, target)
+        facts = train._load_init(cfg.init, cfg.artifact_source, cfg.method, head, target)
     assert facts["init"]["artifact"] == "draft"
     assert torch.equal(head.fc.weight, draft.fc.weight)
     assert torch.equal(head.k_proj.weight, draft.self_attn.k_proj.weight)
     kept = sum(p.numel() for p in head.parameters())
     whole = sum(p.numel() for p in draft.parameters())
     assert f"weights={kept} draft_weights={whole} share={kept / whole:.4f}" in caplog.text
+    longspec = MethodChoice("longspec", {"name": "longspec"})
     with pytest.raises(ConfigError, match="trained by method=eagle3, this run is method=longspec"):
-        train._load_init(cfg, MethodChoice("longspec", {"name": "longspec"}), head, target)
+        train._load_init(cfg.init, cfg.artifact_source, longspec, head, target)

@@ -1,0 +1,189 @@
+"""Conversations that a target is to answer: instructions, chats, and documents with a question.
+
+Shapes: T tokens of one prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from longtrain.data.chat import mask as masks
+from longtrain.data.chat.prompts import cut_text
+from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.read.adapters import Document, Message
+from longtrain.data.read.encoder import Encoder
+from longtrain.data.read.sources import batches, documents, inputs
+from longtrain.errors import ConfigError, DataError
+
+SLACK = 32
+"""Tokens left free beside a document's piece: text that is cut and tokenised again may take a few more."""
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """A conversation that ends with a user's turn.
+
+    Args:
+        name: name of the document that it was made from.
+        kind: text kind.
+        messages: its turns.
+        ids_T: its tokens in the target's chat template, up to the start of the answer.
+        key: hash of the tokens, and of what else determines an answer.
+    """
+
+    name: str
+    kind: str
+    messages: tuple[Message, ...]
+    ids_T: np.ndarray
+    key: str
+
+
+@dataclass
+class Asking:
+    """Makes prompts of a mixture's documents.
+
+    A conversation is asked up to its last answer. Running text is cut at random places (`cut_text`), and a
+    question on it follows. Both are functions of the seed and the document's name. A prompt is asked once.
+
+    Args:
+        config: the mixture; sources for validation are left out.
+        tokenizer: the target's.
+        room: most tokens of a prompt; longer ones are left out.
+        document_tokens: shortest and longest piece of running text, in tokens.
+        questions: text kind -> questions on text of this kind; `text` serves all other kinds.
+        salt: what determines an answer besides the prompt; hashed into each key.
+        sharing: number of processes of the job on this machine, for `Encoder`.
+        counts: numbers of documents read, of prompts, and of prompts left out.
+    """
+
+    config: DataConfig
+    tokenizer: Any
+    room: int
+    document_tokens: tuple[int, int]
+    questions: Mapping[str, Sequence[str]]
+    salt: Mapping[str, Any]
+    sharing: int = 1
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def prompts(self) -> Iterator[Unanswered]:
+        """Yield the prompts in the same order in each run: one of each source in turn, as long as it has any.
+
+        Whoever stops early has therefore asked about every source.
+
+        Raises:
+            ConfigError: no source can be asked.
+            DataError: a source or document cannot be read, or the chat template refuses it.
+        """
+        masks.check_template(self.tokenizer, "prefix")
+        sources = [
+            source
+            for source in self.config.sources
+            if source.where and source.reader not in ("synthetic", "tokenised") and source.split != "val"
+        ]
+        if not sources:
+            raise ConfigError(
+                f"data '{self.config.name}' has no source of text or conversations with a path to ask the "
+                "target about; pass e.g. data=conversations data.conversations=PATH"
+            )
+        seen: set[bytes] = set()
+        workers = self.config.tokenise_workers
+        with Encoder(self.tokenizer, workers=workers, sharing=self.sharing) as encoder:
+            for asked in _in_turn([self._of_source(source, encoder) for source in sources]):
+                if (key := bytes.fromhex(asked.key)[:16]) in seen:
+                    self.counts["twice"] += 1
+                    continue
+                seen.add(key)
+                self.counts["prompts"] += 1
+                yield asked
+
+    def _of_source(self, source: SourceConfig, encoder: Encoder) -> Iterator[Unanswered]:
+        """Yield the prompts of one source in the order of its documents."""
+        found = inputs(source)
+        stream = batches(documents(source, found, self._report(found), answered=False))
+        for batch, texts in encoder.batches(stream):
+            for document in batch:
+                self.counts["documents"] += 1
+                ids_T = None if document.text is None else next(texts)
+                yield from self._of(document, ids_T, source)
+
+    def _report(self, found: Mapping[str, Any]) -> Any:
+        """Return the function that is called with the error of a file or row that cannot be read."""
+
+        def skip(error: DataError) -> None:
+            self.counts["bad"] += 1
+
+        def refuse(error: DataError) -> None:
+            raise error
+
+        return skip if found.get("packages") or self.config.on_error == "skip" else refuse
+
+    def _of(self, document: Document, ids_T: np.ndarray | None, source: SourceConfig) -> Iterator[Unanswered]:
+        """Yield a document's prompts."""
+        if document.messages is not None:
+            turns = [{key: turn[key] for key in ("role", "content")} for turn in document.messages]
+            while turns and turns[-1]["role"] == "assistant":
+                turns.pop()
+            if not turns or turns[-1]["role"] != "user":
+                self.counts["unasked"] += 1
+                return
+            yield from self._fitting(document.name, document.kind, turns)
+        elif ids_T is not None:
+            yield from self._about(document, ids_T, source)
+
+    def _about(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> Iterator[Unanswered]:
+        """Yield pieces of running text, each with a question."""
+        own = self.questions.get(document.kind) or self.questions["text"]
+        around = max(len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own)
+        limit = self.room - around - SLACK
+        config = replace(self.config, prompt_tokens=self.document_tokens, answer_tokens=1)
+        pieces = cut_text(
+            document,
+            ids_T,
+            config,
+            count=max(1, source.prompts),
+            limit=limit,
+            bos=self.tokenizer.bos_token_id,
+        )
+        empty = True
+        for piece in pieces:
+            empty = False
+            text = self.tokenizer.decode(piece.ids_T.tolist(), skip_special_tokens=True).strip()
+            draw = hashlib.sha256(f"{self.config.seed}:{piece.document.name}".encode()).digest()
+            question = own[int.from_bytes(draw[:8], "big") % len(own)]
+            yield from self._fitting(piece.document.name, document.kind, [_user(f"{text}\n\n{question}")])
+        self.counts["short"] += empty
+
+    def _fitting(self, name: str, kind: str, messages: list[Message]) -> Iterator[Unanswered]:
+        """Yield a conversation, unless it is longer than the room."""
+        ids_T = self._ids(messages, name)
+        if len(ids_T) > self.room:
+            self.counts["long"] += 1
+            return
+        salt = json.dumps(dict(self.salt), sort_keys=True)
+        key = hashlib.sha256(salt.encode() + ids_T.astype("<i8").tobytes()).hexdigest()
+        yield Unanswered(name, kind, tuple(messages), ids_T.astype(np.int32), key)
+
+    def _ids(self, messages: list[Message], name: str) -> np.ndarray:
+        return masks.render_prompt(self.tokenizer, messages, name=name)
+
+
+def _in_turn(streams: Sequence[Iterator[Unanswered]]) -> Iterator[Unanswered]:
+    """Yield one item of each stream in turn; a stream that has ended is left out."""
+    left = deque(streams)
+    while left:
+        stream = left.popleft()
+        for one in islice(stream, 1):
+            yield one
+            left.append(stream)
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}

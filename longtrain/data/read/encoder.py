@@ -1,0 +1,269 @@
+"""Tokenises texts: a few in this process, many in several, a bounded number of them in memory at a time.
+
+Shapes: T tokens of one text.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import Any
+
+import numpy as np
+
+from longtrain.data.read.adapters import Document
+from longtrain.errors import ConfigError, DataError, first_line, is_failure
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+SLICE_CHARS = 250_000
+"""Characters that the tokenizer gets at once: what it keeps of them takes a hundred times as many bytes."""
+MOST_WORKERS = 16
+"""Most processes that are started where none were asked for; reading the files then takes as long."""
+PARALLEL_CHARS = 8_000_000
+"""Characters from which several processes pay: each takes about two seconds to start, and tokenises one to
+four million characters a second."""
+AHEAD_BATCHES = 16
+"""Most batches that are read ahead to see whether there are so many characters."""
+
+KILLED = (
+    "a process that tokenises was killed, probably for memory, or could not start; run with fewer: "
+    "++data.tokenise_workers=1, or 0"
+)
+
+Encoded = tuple[list[Document], Iterator[np.ndarray]]
+"""Documents, and the token ids (int32) of those with a text, in the same order."""
+
+
+def usual_workers(sharing: int = 1) -> int:
+    """Return the number of processes for much text: one a core, at most `MOST_WORKERS`; 0 for one core.
+
+    Args:
+        sharing: number of callers that share the machine's cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if cores < 2 * sharing else min(cores // sharing, MOST_WORKERS)
+
+
+class Encoder:
+    """Tokenises the texts of any number of sources: in this process, or in several once that pays.
+
+    Batches are read ahead until all texts so far have `PARALLEL_CHARS` characters; if they never do, no
+    process is started. The ids do not depend on the number of processes. Leaving the context ends them.
+
+    Args:
+        tokenizer: the target's; with processes it must be possible to pickle it.
+        workers: processes from the first text on; 0: none; None: `usual_workers()` for much text.
+        sharing: number of such objects in other processes, this one counted, that share the machine's cores.
+        append_eos: end each text with the end-of-sequence token.
+
+    Raises:
+        ConfigError: there is no such token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, workers: int | None = None, sharing: int = 1, append_eos: bool = False
+    ) -> None:
+        if append_eos and tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "data.append_eos=true, but the tokenizer has no end-of-sequence token; set it to false"
+            )
+        self.tokenizer = tokenizer
+        self._end = np.asarray([tokenizer.eos_token_id] if append_eos else [], np.int32)
+        self._workers = usual_workers(sharing) if workers is None else workers
+        self._from_chars = PARALLEL_CHARS if workers is None else 0
+        self._chars = 0
+        """Characters of the texts that were tokenised so far."""
+        self._pool: _Pool | None = None
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        if self._chars:
+            log.info("tokenised characters=%d processes=%d", self._chars, self._workers if self._pool else 1)
+        self._pool = None
+
+    def batches(self, stream: Iterable[list[Document]]) -> Iterator[Encoded]:
+        """Yield batches of documents in their order, each with the token ids of its texts.
+
+        A bounded number of batches is in memory: `AHEAD_BATCHES` before the processes are started, and then
+        as many as give each process two slices of text.
+
+        Args:
+            stream: documents; those without a text are passed on.
+
+        Raises:
+            DataError: the tokenizer fails, or a process was killed.
+        """
+        for batch, texts in self._encoded(iter(stream)):
+            yield batch, (np.append(ids_T, self._end) for ids_T in texts)
+
+    def _encoded(self, stream: Iterator[list[Document]]) -> Iterator[Encoded]:
+        """Yield batches with the token ids of their texts; a little text is tokenised in this process."""
+        ahead: deque[list[Document]] = deque()
+        while not self._workers or self._chars + sum(map(_chars, ahead)) < self._from_chars:
+            batch = next(stream, None)
+            if batch is not None:
+                ahead.append(batch)
+            while ahead and (
+                batch is None or not self._workers or len(ahead) > AHEAD_BATCHES or not _chars(ahead[0])
+            ):
+                first = ahead.popleft()
+                self._chars += _chars(first)
+                yield first, iter(encode(self.tokenizer, _texts(first)))
+            if batch is None:
+                return
+        yield from self._encoded_in_processes(_drained(ahead, stream))
+
+    def _encoded_in_processes(self, stream: Iterator[list[Document]]) -> Iterator[Encoded]:
+        """Yield batches with the token ids of their texts, whose slices several processes tokenise."""
+        waiting: deque[tuple[list[Document], list[Future[list[np.ndarray]]]]] = deque()
+        n_slices = 0
+        for batch in stream:
+            self._chars += _chars(batch)
+            futures = [self._submit(texts) for texts in _slices(_texts(batch))]
+            waiting.append((batch, futures))
+            n_slices += max(1, len(futures))
+            while waiting and (n_slices > 2 * self._workers or not waiting[0][1]):
+                batch, futures = waiting.popleft()
+                n_slices -= max(1, len(futures))
+                yield batch, _taken(futures)
+        while waiting:
+            batch, futures = waiting.popleft()
+            yield batch, _taken(futures)
+
+    def _submit(self, texts: list[str]) -> Future[list[np.ndarray]]:
+        """Have one of the processes tokenise texts; the first call starts them."""
+        if self._pool is None:
+            log.info("tokenising processes=%d", self._workers)
+            self._pool = _Pool(self.tokenizer, self._workers)
+        return self._pool.submit(texts)
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the token ids of each text, int32_T.
+
+    Raises:
+        DataError: the tokenizer fails.
+    """
+    found: list[np.ndarray] = []
+    for some in _slices(texts):
+        try:
+            encoded = tokenizer(
+                some, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            )["input_ids"]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise DataError(
+                f"the target's tokenizer fails on the text ({first_line(error)}); its files (tokenizer.json) "
+                "are damaged or do not belong together: get the target folder again"
+            ) from error
+        found += [np.asarray(ids, np.int32) for ids in encoded]
+    return found
+
+
+class _Pool:
+    """Processes that tokenise: started as they are needed, and ended with this process at the latest."""
+
+    def __init__(self, tokenizer: Any, workers: int) -> None:
+        self._pool = ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(tokenizer,)
+        )
+
+    def submit(self, texts: list[str]) -> Future[list[np.ndarray]]:
+        """Return the coming token ids of texts.
+
+        Raises:
+            DataError: a process was killed.
+        """
+        try:
+            return self._pool.submit(_encode, texts)
+        except BrokenProcessPool as error:
+            raise DataError(KILLED) from error
+
+    def close(self) -> None:
+        """End the processes; work that none has begun is left undone."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+_tokenizer: Any = None
+"""The tokenizer of a worker process."""
+
+
+def _begin(tokenizer: Any) -> None:
+    """Start a worker, whose tokenizer starts no threads of its own.
+
+    Signals are left to the parent process, which may finish its work first. A worker whose parent was killed
+    would wait for work for ever; a thread ends it.
+    """
+    global _tokenizer
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer = tokenizer
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent process has ended, and end this one."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode(texts: list[str]) -> list[np.ndarray]:
+    return encode(_tokenizer, texts)
+
+
+def _texts(batch: list[Document]) -> list[str]:
+    return [document.text for document in batch if document.text is not None]
+
+
+def _chars(batch: list[Document]) -> int:
+    """Return the number of characters of a batch's texts."""
+    return sum(map(len, _texts(batch)))
+
+
+def _drained(ahead: deque[list[Document]], stream: Iterator[list[Document]]) -> Iterator[list[Document]]:
+    """Yield the batches that were read ahead, which are not kept, and those that follow."""
+    while ahead:
+        yield ahead.popleft()
+    yield from stream
+
+
+def _taken(futures: list[Future[list[np.ndarray]]]) -> Iterator[np.ndarray]:
+    """Wait for a batch's tokens.
+
+    Raises:
+        DataError: the tokenizer fails, or a process was killed.
+    """
+    try:
+        return iter([ids_T for future in futures for ids_T in future.result()])
+    except BrokenProcessPool as error:
+        raise DataError(KILLED) from error
+
+
+def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of at most `SLICE_CHARS` characters, or of one longer text."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > SLICE_CHARS:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some

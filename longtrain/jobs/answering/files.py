@@ -1,0 +1,115 @@
+"""Files of the job `answers`: JSON lines of answered conversations, and the state that a stopped run resumes.
+
+Each part of the work writes its own file of answers, which is a journal: its lines have checksums, and are
+conversations for `data.conversations`. The state beside it holds the answers that are being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longtrain.data.chat.asked import Unanswered
+from longtrain.errors import ConfigError, DataError
+from longtrain.files import read_sealed, sealed, write_files
+from longtrain.journals import Journal, read_journal
+
+AGAIN = "delete the file, and run again: its answers are written anew"
+
+
+class AnswerFiles:
+    """The files of one part of the answers.
+
+    Args:
+        folder: the run's folder of answers; `rows` in it has the answers of all parts, `state` the rest.
+        settings: what determines an answer besides its prompt; another run's answers are refused.
+        part: number of the part, and of how many.
+
+    Raises:
+        ConfigError: the folder holds answers of other settings, or another process writes this part.
+        DataError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, part: tuple[int, int]) -> None:
+        name = f"part-{part[0]}-of-{part[1]}"
+        self.rows, self._settings = folder / "rows", folder / "state" / "settings.json"
+        self._state = folder / "state" / f"{name}.json"
+        self._check(dict(settings))
+        self._journal = Journal(self.rows / f"{name}.jsonl")
+        state = _sealed(self._state) or {"started": [], "blank": []}
+        self.started: dict[str, list[int]] = {str(key): list(ids) for key, ids in state["started"]}
+        """Key of each unfinished answer -> its tokens so far, in the order in which they were begun."""
+        self._blank: list[str] = list(state["blank"])
+        self.done: set[str] = {*self._keys(), *self._blank}
+        """Keys of all finished answers, blank ones and those of other parts included."""
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Refuse a folder of other settings; record these in a new one."""
+        before = _sealed(self._settings)
+        if before is None:
+            write_files(self._settings.parent, {self._settings.name: sealed(settings)})
+            return
+        changed = [key for key, value in settings.items() if before.get(key) != value]
+        if changed:
+            key = changed[0]
+            raise ConfigError(
+                f"{self.rows} holds answers with {key}={before.get(key)}, and this run has "
+                f"{key}={settings[key]}; pass name=OTHER for a folder of its own, or the former value"
+            )
+
+    def _keys(self) -> Iterator[str]:
+        for path in sorted(self.rows.glob("part-*.jsonl")):
+            for _, row in read_journal(path, advice=AGAIN):
+                yield str(row["key"])
+
+    def begin(self, started: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Record the answers that the coming calls of the engine write, with their tokens so far."""
+        self.started = {key: list(ids) for key, ids in started}
+        state = {"started": [[key, ids] for key, ids in self.started.items()], "blank": self._blank}
+        write_files(self._state.parent, {self._state.name: sealed(state)})
+
+    def skip(self, asked: Unanswered) -> None:
+        """Record an answer without any text, which is not asked for again."""
+        if asked.key not in self.done:
+            self.done.add(asked.key)
+            self._blank.append(asked.key)
+
+    def add(self, asked: Unanswered, text: str, *, tokens: int, finish: str) -> None:
+        """Append an answered conversation, unless a run that was killed had appended it."""
+        if asked.key in self.done:
+            return
+        self.done.add(asked.key)
+        messages = [*asked.messages, {"role": "assistant", "content": text}]
+        self._journal.append(
+            {
+                "messages": messages,
+                "name": asked.name,
+                "kind": asked.kind,
+                "tokens": tokens,
+                "finish": finish,
+                "key": asked.key,
+            }
+        )
+
+    def close(self) -> None:
+        """Close the part's file; a state that says nothing is removed."""
+        self._journal.close()
+        if not self.started and not self._blank:
+            self._state.unlink(missing_ok=True)
+        if not self._journal.path.stat().st_size:
+            self._journal.path.unlink()
+
+
+def _sealed(path: Path) -> dict[str, Any] | None:
+    """Read a file written with `sealed`; None if there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        return read_sealed(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({error}); {AGAIN}") from error

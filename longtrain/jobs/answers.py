@@ -1,0 +1,225 @@
+"""`longtrain answers`: the target answers prompts from any data, sampled; the answers are data to train on.
+
+On-policy data: text that the target itself wrote, which is what a draft will have to predict, and what an
+eviction module will have to preserve.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain import provenance, tables
+from longtrain.config import RunConfig
+from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.files import as_json, read_json, write_files
+from longtrain.jobs import eval_parts
+from longtrain.jobs.prepare import NO_TOKENIZER
+from longtrain.jobs.setup import load_target
+from longtrain.log import get_logger
+from longtrain.progress import Progress
+from longtrain.settings import wrong
+
+if TYPE_CHECKING:
+    from longtrain.data.chat.asked import Asking, Unanswered
+    from longtrain.jobs.answering.batches import AnswerBatches, Write
+    from longtrain.targets.model import Target
+
+log = get_logger(__name__)
+
+LEFT_OUT = {
+    "long": "longer than the target's context, less decode.max_new_tokens",
+    "short": "shorter than document_tokens",
+    "unasked": "conversations without a question",
+    "twice": "asked already",
+    "bad": "that cannot be read",
+}
+STOPPED = "stopped as asked; finished answers are kept, and the same command goes on"
+
+
+def run(cfg: RunConfig) -> None:
+    """Answer the prompts of `cfg.data` that have no answer yet, or those of the part given by `shard`.
+
+    Raises:
+        ConfigError: no data or target is chosen, or the folder holds answers of other settings.
+        DataError: a source cannot be read or gives no prompt, or the target has no chat template.
+        LongtrainError: a part failed, or was stopped; finished answers are kept.
+    """
+    check(cfg)
+    keys, part, folder = cfg.answers, cfg.answers.part(), cfg.run_dir / "answers"
+    whole = True
+    if part is None and keys.shards > 1:
+        work = partial(work_part, cfg.values)
+        device = cfg.target.device_here()
+        eval_parts.run_all(work, keys.shards, logs=folder / "state", device=device)
+        _report_parts(folder, keys.shards)
+    else:
+        with Progress(None, 0, "answers", announced=False) as bar, eval_parts.stopping() as asked:
+            whole = _work(cfg, part or 0, advance=bar.advance, stopping=asked)
+    provenance.write(folder, cfg.values)
+    tables.print_lines(f"answers: data=conversations data.conversations={folder / 'rows'}")
+    if not whole:
+        raise LongtrainError(STOPPED)
+
+
+def work_part(
+    values: Mapping[str, Any],
+    number: int,
+    tell: eval_parts.Tell,
+    asked_to_stop: Callable[[], bool],
+) -> None:
+    """Answer one part in a process of its own, and report progress to the parent process.
+
+    Args:
+        values: all keys of the run.
+        number: number of the part.
+        tell: reports progress.
+        asked_to_stop: returns True if the part is to stop.
+
+    Raises:
+        LongtrainError: the part was stopped before its end.
+    """
+    tell({"total": 0, "before": 0})
+    advance = lambda what, done: tell({"what": what, "done": done})  # noqa: E731
+    if not _work(RunConfig(values), number, advance=advance, stopping=asked_to_stop):
+        raise LongtrainError(STOPPED)
+
+
+def check(cfg: RunConfig) -> None:
+    """Refuse settings that cannot work, before the target is loaded.
+
+    Raises:
+        ConfigError: no data or target is chosen, or a value is not allowed.
+    """
+    _ = cfg.data, cfg.decode
+    cfg.target.required_path()
+    cfg.answers.part()
+    low, high = cfg.answers.document_tokens
+    if low > high:
+        raise wrong("document_tokens", [low, high], "[SHORTEST, LONGEST] with SHORTEST <= LONGEST")
+    if not cfg.answers.ask.get("text"):
+        raise wrong("ask", dict(cfg.answers.ask), "questions for the kind `text` at least")
+
+
+def _work(
+    cfg: RunConfig, number: int, *, advance: Callable[[str, int], None], stopping: Callable[[], bool]
+) -> bool:
+    """Answer one part of the prompts; returns False if it was stopped before the last."""
+    from longtrain.data.chat.asked import Asking
+    from longtrain.jobs.answering.batches import AnswerBatches
+    from longtrain.jobs.answering.files import AnswerFiles
+
+    keys = cfg.answers
+    target = load_target(cfg.target, seed=cfg.seed)
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise ConfigError(NO_TOKENIZER)
+    most = cfg.decode.max_new_tokens
+    room = target.info.max_positions - most
+    if room < keys.document_tokens[0]:
+        raise ConfigError(
+            f"decode.max_new_tokens={most} leaves {room} of the target's {target.info.max_positions} "
+            f"positions for a prompt, and document_tokens begins at {keys.document_tokens[0]}; lower one of "
+            "them"
+        )
+    settings = {
+        "target": target.info.name,
+        "weights": target.info.weights_hash,
+        "answer_tokens": most,
+        **asdict(cfg.sampling),
+    }
+    asking = Asking(cfg.data, tokenizer, room, keys.document_tokens, keys.ask, settings, keys.shards)
+    files = AnswerFiles(cfg.run_dir / "answers", settings, part=(number, keys.shards))
+    answers = AnswerBatches(
+        files,
+        _writer(cfg, target),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        answer_tokens=most,
+        batch=keys.batch,
+        batch_tokens=keys.batch_tokens,
+        advance=advance,
+    )
+    before = len(files.done)
+    if before:
+        log.info("answers done before=%d", before)
+    try:
+        whole = answers.run(_part_of(asking.prompts(), number, keys.shards, keys.prompts), stopping)
+    finally:
+        files.close()
+    if whole and not asking.counts["prompts"]:
+        raise DataError(f"the data gives no prompt to answer: {_left_out(asking.counts)}; give other data")
+    _report(answers, asking, folder=files.rows)
+    speed = {"tokens": answers.n_tokens, "seconds": answers.seconds, "answers": answers.n_answers}
+    write_files(cfg.run_dir / "answers" / "state", {_speed_file(number, keys.shards): as_json(speed)})
+    return whole
+
+
+def _speed_file(number: int, shards: int) -> str:
+    """Name of the file with the speed of a part's last run."""
+    return f"speed-{number}-of-{shards}.json"
+
+
+def _part_of(
+    prompts: Iterator[Unanswered], number: int, shards: int, most: int | None
+) -> Iterator[Unanswered]:
+    """Yield the prompts of one part, which their keys choose, of the first `most`."""
+    return (one for one in islice(prompts, most) if int(one.key[-8:], 16) % shards == number)
+
+
+def _writer(cfg: RunConfig, target: Target) -> Write:
+    """Return a function that decodes plainly with the engine, from CUDA graphs on a GPU."""
+    from longtrain.decoding.engine import PLAIN, Engine
+    from longtrain.decoding.limits import Limits
+
+    engine, sampling = Engine(target, limits=Limits(batch=cfg.answers.batch)), cfg.sampling
+
+    def write(
+        prompts: Sequence[Sequence[int]], tokens: int, sequence_ids: Sequence[int]
+    ) -> tuple[list[list[int]], list[bool]]:
+        made = engine.generate(
+            prompts, max_new_tokens=tokens, sampling=sampling, shape=PLAIN, sequence_ids=sequence_ids
+        )
+        return made.tokens, [reason == "stop_id" for reason in made.finish]
+
+    return write
+
+
+def _report_parts(folder: Path, shards: int) -> None:
+    """Log the speed of all parts together; they ran at the same time."""
+    parts = [read_json(folder / "state" / _speed_file(number, shards)) for number in range(shards)]
+    tokens, seconds = sum(one["tokens"] for one in parts), max(one["seconds"] for one in parts)
+    log.info(
+        "parts=%d answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f",
+        shards,
+        sum(one["answers"] for one in parts),
+        tokens,
+        seconds,
+        tokens / max(seconds, 1e-9),
+    )
+
+
+def _report(answers: AnswerBatches, asking: Asking, *, folder: Path) -> None:
+    """Log what was written and left out."""
+    log.info(
+        "answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f; %d cut at decode.max_new_tokens, %d blank and "
+        "left out; %s; folder=%s",
+        answers.n_answers,
+        answers.n_tokens,
+        answers.seconds,
+        answers.n_tokens / max(answers.seconds, 1e-9),
+        answers.n_cut,
+        answers.n_empty,
+        _left_out(asking.counts),
+        folder,
+    )
+
+
+def _left_out(counts: Counter[str]) -> str:
+    """Say how many documents were read, and which prompts were left out."""
+    left = ", ".join(f"{counts[key]} {text}" for key, text in LEFT_OUT.items() if counts[key])
+    return f"documents={counts['documents']}" + (f", left out: {left}" if left else "")

@@ -1,0 +1,102 @@
+"""Hyperparameters of DSpark; defaults are those of its authors' code for Qwen3-8B. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
+
+HEADS = ("none", "markov", "markov_confidence")
+FEWEST_SLOTS = 4
+"""Smallest block: golden outputs, which every export records, draft as many tokens."""
+MOST_ROWS = 128
+"""Most rows of a block: the kernel of inference has no more under a mask (`tree_attention.MAX_NODES`)."""
+
+
+@dataclass
+class Config:
+    """A DSpark draft and how it is trained (DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036)."""
+
+    layers: list[int] | None = None  # target layers whose outputs are read, lowest first (0-based), without
+    # the last one; null: five, spread evenly from the second to the third from the end
+    block_size: Count = 7  # tokens that one pass drafts, 4 to 128 (127 where sample_from_anchor=false)
+    n_layers: Count = 5  # layers of the draft
+    windows: list[int | None] | None = None  # for each layer, the number of tokens before a block that it
+    # sees, 5 or more, null: all of them; null for the whole list: all layers see all of them. A window of
+    # block_size tokens or fewer allows drafts of one token less than it has
+    heads: Annotated[str, OneOf(*HEADS)] = "markov_confidence"  # none: as DFlash; markov: the token before
+    # corrects a slot's logits; markov_confidence: and each slot predicts whether its token is accepted
+    markov_rank: Count = 256  # rank of that correction
+    sample_from_anchor: bool = True  # the block's first slot, which is the newest token, predicts the next
+    # one; False: as DFlash, each masked slot predicts its own token, and the block has one slot more
+    mask_token: int | None = None  # id of the token that fills a block; null: the tokenizer's mask token, or
+    # the first embedding beyond its tokens, or a reserved token, or that of padding or end
+    anchor_every: Count = 8  # one block is trained for so many positions where one can begin, at random among
+    # them (512 blocks in 4096 tokens, as the authors); 1: one for each; validation always has all
+    block_decay: Positive = 4.0  # slot k of a block weighs exp(-k / block_decay)
+    ce_weight: NotNegative = 0.1  # weight of the cross-entropy to the data
+    l1_weight: NotNegative = 0.9  # weight of the L1 distance to the target's distribution
+    confidence_weight: NotNegative = 1.0  # weight of the confidence's cross-entropy to the accepted share
+    anchor_offset: bool = False  # Anchor-Offset Indices of LongSpec (arXiv 2502.17421, §3.2)
+    anchors: CountOrZero = 4  # with anchor_offset: tokens at the start of a document that keep their
+    # positions; they have nothing to do with the anchors of blocks
+    offset_max_tokens: CountOrZero = 0  # positions stay below this; 0: the target's own limit
+    offset_max_doc_tokens: CountOrZero = 0  # longer documents keep vanilla positions; 0: all are offset
+    chunk_tokens: CountOrZero = 8192  # tokens, and slots of blocks, whose activations exist at once (the
+    # gradient stays exact); 0: the whole packed sequence
+    intermediate_size: CountOrZero = 0  # of the MLPs; 0: the target's
+    n_heads: CountOrZero = 0  # query heads; 0: the target's
+    n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's
+    head_dim: CountOrZero = 0  # size of a head; 0: the target's
+    rms_norm_eps: NotNegative = 0.0  # 0: the target's
+    rope: dict[str, Any] | None = None  # `rope_parameters` of transformers; null: the target's
+
+    def __post_init__(self) -> None:
+        check(self, "method")
+        if self.layers is not None and (not self.layers or sorted({*self.layers}) != list(self.layers)):
+            raise wrong("method.layers", self.layers, "null, or different layers in ascending order")
+        if self.block_size < FEWEST_SLOTS:
+            raise wrong("method.block_size", self.block_size, f"{FEWEST_SLOTS} or more")
+        if self.rows > MOST_ROWS:
+            most = MOST_ROWS + self.block_size - self.rows
+            raise wrong("method.block_size", self.block_size, f"{FEWEST_SLOTS} to {most}")
+        least = FEWEST_SLOTS + 1
+        if self.windows is not None and (
+            len(self.windows) != self.n_layers or any(one is not None and one < least for one in self.windows)
+        ):
+            raise wrong(
+                "method.windows",
+                self.windows,
+                f"null, or for each of the {self.n_layers} layers (method.n_layers) null or {least} or more "
+                "tokens",
+            )
+        if self.ce_weight + self.l1_weight == 0:
+            raise wrong("method.l1_weight", self.l1_weight, "more than 0 where method.ce_weight=0")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: its slots, and the anchor's own if that predicts nothing."""
+        return self.block_size if self.sample_from_anchor else self.block_size + 1
+
+    @property
+    def most_levels(self) -> int:
+        """Most levels of a draft: a window stores all tokens that a cycle accepts at once, the root too."""
+        return min([self.block_size, *(one - 1 for one in self.layer_windows if one is not None)])
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None: all tokens."""
+        return (None,) * self.n_layers if self.windows is None else tuple(self.windows)
+
+
+def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
+    """Return the target layers whose outputs the draft reads (0-based), lowest first.
+
+    Source: the authors of DFlash spread five layers evenly from layer 1 to layer N - 3.
+    Note: in targets of fewer than 8 layers these are as many different ones as there are below the last.
+    """
+    if config.layers is not None:
+        return tuple(config.layers)
+    low, high = (1, n_layers - 3) if n_layers >= 8 else (0, max(n_layers - 2, 0))
+    return tuple(sorted({round(low + i * (high - low) / 4) for i in range(5)}))

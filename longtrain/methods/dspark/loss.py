@@ -1,0 +1,153 @@
+"""The loss of drafted tokens on the target's LM head with a Markov correction, a block of rows at a time.
+
+With z = h U' + b W2' the logits of a slot (h the draft's state, U the target's head, b the Markov embedding
+of the token before), q = softmax(z), p the target's distribution and y the token of the data:
+
+    value = ce * (-log q_y) + l1 * sum |q - p|
+    d value / dz = ce * (q - 1_y) + l1 * q * (s - sum q s),  s = sign(q - p)
+
+Shapes: N slots, E hidden dim, V vocabulary, F rank of the Markov head, R slots of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from longtrain.losses.blocks import block_rows_of, operands, plain, scaled
+
+
+class SlotLoss(NamedTuple):
+    """The loss of drafted tokens.
+
+    Args:
+        total: weighted sum, with a gradient, nats; fp32 (fp64 in fp64).
+        accept_N: share of the draft's samples that the target accepts, 1 - |q - p|_1 / 2; no gradient.
+        hit_N: bool, the draft's most likely token is the target's; no gradient.
+    """
+
+    total: Tensor
+    accept_N: Tensor
+    hit_N: Tensor
+
+
+class Learned(NamedTuple):
+    """What the slots learn.
+
+    Args:
+        hidden_NE: the target's input of its head for the same token.
+        head_VE: its head, which the draft shares.
+        labels_N: the token of the data.
+        weights_N: weight of each slot.
+    """
+
+    hidden_NE: Tensor
+    head_VE: Tensor
+    labels_N: Tensor
+    weights_N: Tensor
+
+
+def slot_loss(
+    hidden_NE: Tensor,
+    before_NF: Tensor | None,
+    markov_VF: Tensor | None,
+    learned: Learned,
+    *,
+    ce: float,
+    l1: float,
+    block_rows: int = 0,
+) -> SlotLoss:
+    """Weighted sum of cross-entropy and L1 distance; the logits of one block of slots exist at a time.
+
+    Gradients for the draft's states, the Markov embeddings and the Markov matrix are computed in the forward;
+    the matrix' is summed in fp32 (fp64 in fp64).
+
+    Args:
+        hidden_NE: the draft's input of the head.
+        before_NF: Markov embedding of the token before each slot's; None: no correction.
+        markov_VF: the matrix W2; None: no correction.
+        learned: what to learn; no gradient flows into it.
+        ce: factor of the cross-entropy to the data.
+        l1: factor of the L1 distance to the target's distribution.
+        block_rows: slots whose logits exist at once; 0: as many as fit the budget.
+
+    Source: DSpark eq. 9-11; the authors' code, whose L1 distance has no half.
+    """
+    hidden_NE, head_VE = operands(hidden_NE, learned.head_VE.detach())
+    teacher_NE = learned.hidden_NE.detach().to(hidden_NE.dtype)
+    if before_NF is not None and markov_VF is not None:
+        before_NF = before_NF.to(hidden_NE.dtype)
+    rows = block_rows or block_rows_of(head_VE)
+    settings = (ce, l1, rows)
+    labels = (learned.labels_N, learned.weights_N)
+    return SlotLoss(*_SlotLoss.apply(hidden_NE, before_NF, markov_VF, teacher_NE, head_VE, *labels, settings))
+
+
+class _SlotLoss(torch.autograd.Function):
+    """Computes gradients in the forward, block by block; backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: Tensor,
+        before_NF: Tensor | None,
+        markov_VF: Tensor | None,
+        teacher_NE: Tensor,
+        head_VE: Tensor,
+        labels_N: Tensor,
+        weights_N: Tensor,
+        settings: tuple[float, float, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `slot_loss`."""
+        ce, l1, rows = settings
+        wide = torch.promote_types(hidden_NE.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_NE.device)
+        accept_N, hit_N = torch.zeros_like(labels_N, dtype=wide), torch.zeros_like(labels_N, dtype=torch.bool)
+        w2_VF = None if markov_VF is None else markov_VF.to(hidden_NE.dtype)
+        need = any(ctx.needs_input_grad[:3])
+        grad_NE = torch.empty_like(hidden_NE) if need else None
+        grad_NF = torch.empty_like(before_NF) if need and before_NF is not None else None
+        grad_VF = torch.zeros_like(markov_VF, dtype=wide) if need and markov_VF is not None else None
+        with plain(hidden_NE):
+            for a in range(0, len(labels_N), rows):
+                part = slice(a, a + rows)
+                z_RV = hidden_NE[part] @ head_VE.t()
+                if before_NF is not None and w2_VF is not None:
+                    z_RV += before_NF[part] @ w2_VF.t()
+                p_RV = (teacher_NE[part] @ head_VE.t()).softmax(-1, dtype=wide)
+                y_R1, w_R = labels_N[part][:, None], weights_N[part].to(wide)
+                logq_RV = log_softmax(z_RV, dim=-1, dtype=wide)
+                hit_N[part] = logq_RV.argmax(-1) == p_RV.argmax(-1)
+                total -= ce * (logq_RV.gather(-1, y_R1)[:, 0] * w_R).sum()
+                q_RV = logq_RV.exp_()
+                away_RV = q_RV - p_RV
+                distance_R = away_RV.abs().sum(-1)
+                total += l1 * (distance_R * w_R).sum()
+                accept_N[part] = 1 - distance_R / 2
+                if not need:
+                    continue
+                sign_RV = away_RV.sign_()
+                sign_RV -= (q_RV * sign_RV).sum(-1, keepdim=True)
+                grad_RV = sign_RV.mul_(l1).add_(ce).mul_(q_RV)
+                grad_RV.scatter_add_(-1, y_R1, torch.full_like(y_R1, -ce, dtype=wide)).mul_(w_R[:, None])
+                low_RV = grad_RV.to(hidden_NE.dtype)
+                assert grad_NE is not None
+                grad_NE[part] = low_RV @ head_VE
+                if w2_VF is not None and before_NF is not None:
+                    assert grad_NF is not None and grad_VF is not None
+                    grad_NF[part] = low_RV @ w2_VF
+                    grad_VF += low_RV.t() @ before_NF[part]
+        ctx.save_for_backward(grad_NE, grad_NF, grad_VF)
+        ctx.markov_dtype = None if markov_VF is None else markov_VF.dtype
+        ctx.mark_non_differentiable(accept_N, hit_N)
+        return total, accept_N, hit_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The stored gradients times the incoming one."""
+        hidden, before, markov = (scaled(grad, grads[0]) for grad in ctx.saved_tensors)
+        markov = None if markov is None else markov.to(ctx.markov_dtype)
+        return hidden, before, markov, None, None, None, None, None

@@ -1,0 +1,228 @@
+"""The DSpark draft at inference: one pass drafts a block, and the Markov head corrects its logits by token.
+
+With n tokens committed and the root after them at position n, every layer has stored keys and values of
+positions 0..n-1, or of the last of them, computed from the target's own states. A pass over the root and
+masks adds nothing to them: the block's keys are overwritten by the next one's.
+
+Shapes: B batch, S prompt tokens, R rows of a block, K slots, M nodes of one level, P path, E hidden dim, H
+query heads, G KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.history import DraftHistory
+from longtrain.cache.ring import DraftRing
+from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
+from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import Rng, Sampling
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.fused_layer import RowPositions, Slots, rotary
+from longtrain.methods.dspark.fused import FusedDSpark
+from longtrain.methods.rope import ModuleRope
+from longtrain.targets.step import OutputRequest, TargetStep
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.layers import Rope
+    from longtrain.methods.dspark.config import Config
+    from longtrain.methods.dspark.modules import DSparkDraft
+    from longtrain.targets.model import Target
+
+CHUNK = 4096
+"""Prompt tokens computed at once: the states that `fc` reads are several times as large as one state."""
+SHAPES = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
+
+Stores = list[DraftRing | DraftHistory]
+"""Keys and values of each layer."""
+
+
+class DSparkRuntime:
+    """Proposes chains and trees of up to `block_size` levels (`decoding.roles.Draft`).
+
+    A node at depth k has the logits of slot k, corrected by its own token; so a tree needs no further pass.
+
+    Args:
+        draft: the module, in the target's dtype and on its device, with its mask token.
+        target: provides hidden states, embeddings, rotary and head.
+        config: hyperparameters.
+
+    Source: DSpark §3; the authors' code (`draft_ops`).
+    """
+
+    def __init__(self, draft: DSparkDraft, target: Target, config: Config) -> None:
+        self.draft, self.target, self.config = draft, target, config
+        self.outputs = OutputRequest(hidden=draft.read)
+        most = config.most_levels
+        self.offers = tuple(dict.fromkeys((*(one for one in SHAPES if len(one) <= most), (1,) * most)))
+        self.fused = FusedDSpark(draft)
+        self._rope = ModuleRope(config, target)
+        self._expansion = TreeExpansion()
+        self.stores: Stores = []
+        self.cache: KVCache | None = None
+        self._sees_1RR = torch.ones(1, config.rows, config.rows, dtype=torch.bool, device=target.device)
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Store keys and values of the prompts; in layers with a window only of the last tokens."""
+        self.cache = cache
+        if self.fused.holds():
+            self.fused.renew()
+        else:
+            self.fused = FusedDSpark(self.draft)
+        B, S = tokens_BS.shape
+        self._allocate(B, S, cache)
+        windows = self.config.layer_windows
+        for window in dict.fromkeys(windows):
+            layers = [i for i, one in enumerate(windows) if one == window]
+            since_B, length = torch.zeros_like(n_B), S
+            if window is not None:
+                since_B, length = (n_B - window).clamp(min=0), min(window, S)
+                for store in (self.stores[i] for i in layers):
+                    assert isinstance(store, DraftRing)
+                    store.begin(since_B)
+            size = max(1, CHUNK // B)
+            for first in range(0, length, size):
+                from_B = since_B + first
+                pos_BP = from_B[:, None] + torch.arange(min(size, length - first), device=n_B.device)
+                count_B = (n_B - from_B).clamp(min=0, max=pos_BP.shape[1])
+                self._keep(step, pos_BP.clamp(max=S - 1), from_B, count_B, layers)
+
+    def reserve(self, nodes: int) -> None:
+        """Do nothing: a block's rows have their places from `start` on, whatever tree is drafted."""
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
+        """Compute a block, and draft level by level from its logits (`TreeExpansion`).
+
+        Raises:
+            ConfigError: a tree deeper than the block, or a distribution this draft does not support.
+            ConflictError: called before `start`.
+        """
+        cache = self._started()
+        self.check_shape(shape)
+        hidden_BKE = self._block(root_B, cache.len_B)
+        base_BKV = self.target.head(hidden_BKE[:, : shape.depth].contiguous())
+
+        def logits_of(level: Level) -> Tensor:
+            base_B1V, head = base_BKV[:, level.depth, None], self.draft.markov_head
+            if head is not None:
+                return base_B1V + head(level.tokens_BM)
+            return base_B1V.expand(-1, level.tokens_BM.shape[1], -1).contiguous()
+
+        return self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Store keys and values of the accepted tokens, computed from the target's states.
+
+        Raises:
+            ConflictError: called before `start`.
+        """
+        cache, path_BP = self._started(), verdict.path_BP
+        one_a_depth = path_BP.shape[1] == tree.tokens_BN.shape[1] and tree.depth_N.dim() == 1
+        path = None if one_a_depth else path_BP  # a chain's nodes are in order
+        self._keep(step, path, verdict.root_pos(cache.len_B), verdict.n_B, range(len(self.stores)))
+
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
+
+        Raises:
+            ConfigError: another distribution, deeper than the block or a window, or a level wider than all
+                continuations.
+        """
+        check_tree(shape, self.target.info.vocab_size, "DSpark")
+        windows = [window for window in self.config.layer_windows if window is not None]
+        stored = min((window - 1 for window in windows), default=shape.depth)  # of accepted tokens at once
+        if len(shape.widths) > self.config.block_size or shape.depth > stored:
+            most = min(self.config.block_size, stored)
+            raise ConfigError(
+                f"a tree of depth {shape.depth} for a DSpark draft of method.block_size="
+                f"{self.config.block_size} and method.windows={self.config.windows}; allowed: up to {most} "
+                "levels"
+            )
+
+    def bytes(self) -> int:
+        """Return the bytes of the keys and values of all layers."""
+        return sum(store.bytes() for store in self.stores)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return keys and values, and one tensor of the concatenated weights."""
+        held = [tensor for store in self.stores for tensor in store.tensors()]
+        return (*held, self.fused.layers[0].qkv.weight) if held else ()
+
+    def _started(self) -> KVCache:
+        if not self.stores or self.cache is None:
+            raise ConflictError("a DSpark draft was asked before start(); run it through Engine.generate")
+        return self.cache
+
+    def _allocate(self, batch: int, prompt: int, cache: KVCache) -> None:
+        """Allocate storage for every layer, unless that of an earlier call fits."""
+        layer, left = self.fused.layers[0], cache.room_left()
+        like_GD = torch.empty(layer.heads[1], layer.dim, dtype=self.target.dtype, device=self.target.device)
+        positions = self.target.info.max_positions if left is None else prompt + left
+        if self.stores and all(
+            store.serves(batch, like_GD)
+            if isinstance(store, DraftRing)
+            else store.serves(batch, positions, like_GD)
+            for store in self.stores
+        ):
+            return
+        self.stores = []  # frees the old storage before allocating
+        for window in self.config.layer_windows:
+            if window is None:
+                self.stores.append(DraftHistory(batch, positions, like_GD))
+                continue
+            ring = DraftRing(batch, window, like_GD)
+            ring.reserve(self.config.rows)
+            self.stores.append(ring)
+
+    def _keep(
+        self,
+        step: TargetStep,
+        at_BP: Tensor | None,
+        first_B: Tensor,
+        count_B: Tensor,
+        layers: list[int] | range,
+    ) -> None:
+        """Store keys and values of tokens whose states the target has computed.
+
+        Args:
+            step: the target's outputs.
+            at_BP: index of each token in the step; None: they are in order.
+            first_B: position of the first token.
+            count_B: number of tokens to store.
+            layers: the layers that store them.
+        """
+        states = [step.hidden[layer] for layer in self.draft.read]
+        if at_BP is not None:
+            states = [state.gather(1, at_BP[..., None].expand(-1, -1, state.shape[-1])) for state in states]
+        context_NE = self.fused.context([state.flatten(0, 1) for state in states])
+        rope = self._angles(RowPositions.after(first_B, states[0].shape[1], steps=True).sum(), context_NE)
+        for layer in layers:
+            into = self.stores[layer].positions(first_B, count_B)
+            self.fused.layers[layer].keep(context_NE, rope, into)
+
+    def _angles(self, pos_BP: Tensor, like: Tensor) -> Rope:
+        """Return cos and sin of positions, each [B * P, D]."""
+        rotation = self._rope.rotation
+        if callable(rotation):
+            cos_BPD, sin_BPD = rotation(pos_BP)
+            return cos_BPD.flatten(0, 1), sin_BPD.flatten(0, 1)
+        return rotary(pos_BP.reshape(-1), rotation.frequency_F, rotation.scaling, like.dtype)
+
+    def _block(self, root_B: Tensor, len_B: Tensor) -> Tensor:
+        """Return the head's input of all slots of the block at the root, [B, K, E]."""
+        B, rows = len(root_B), self.config.rows
+        ids_BR = torch.cat((root_B[:, None], self.draft.mask_id.expand(B, rows - 1)), dim=1)
+        sees_BRR = self._sees_1RR.expand(B, -1, -1)
+
+        def slots(layer: int) -> Slots:
+            return self.stores[layer].tree(0, len_B)
+
+        def attend(layer: int, q_BRHD: Tensor) -> Tensor:
+            return self.stores[layer].attend(q_BRHD, len_B, sees_BRR, ahead=0, scale=self.draft.scale)
+
+        at = RowPositions.after(len_B, rows, steps=True)
+        return self.fused.block(ids_BR, self.target.embed_weight, at, self._rope.rotation, slots, attend)

@@ -1,0 +1,93 @@
+"""The `MethodSpec` of DSpark: how to build, train and run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longtrain.costs.method import MethodCost
+from longtrain.data.config import DataConfig
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
+from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
+from longtrain.methods.dspark.config import Config
+from longtrain.methods.dspark.cost import cycle, training
+from longtrain.methods.dspark.mask_token import check_mask_token, choose_mask_token
+from longtrain.methods.dspark.modules import DSparkDraft
+from longtrain.methods.dspark.objective import DSparkObjective
+from longtrain.methods.dspark.runtime import DSparkRuntime
+from longtrain.methods.spec import MethodSpec
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
+
+
+def _objective(module: nn.Module, target: Target | None, config: Config) -> DSparkObjective:
+    """Build the objective; a new draft chooses its mask token."""
+    draft, target = trained(DSparkDraft, module, target)
+    choose_mask_token(draft, target, config)
+    return DSparkObjective(draft, target, config)
+
+
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """Return the draft for an engine."""
+    draft, info = running(DSparkDraft, module, target), target.info
+    given_keys("DSpark", keys)
+    vocabulary = info.vocab_size if draft.markov_head is None else draft.markov_head.markov_w1.num_embeddings
+    check_sizes(
+        "a DSpark draft of (hidden size, size of the target's states, head dim, vocabulary)",
+        (
+            draft.fc.out_features,
+            draft.fc.in_features // len(draft.read),
+            draft.block_layer(0).self_attn.head_dim,
+            vocabulary,
+        ),
+        (info.hidden_size, info.hidden_size, config.head_dim or info.head_dim, info.vocab_size),
+        info,
+    )
+    choose_mask_token(draft, target, config)
+    return Parts(draft=DSparkRuntime(draft, target, config), name="dspark")
+
+
+def _check_data(config: Config, data: DataConfig) -> None:
+    """Refuse documents that are too short for a whole block.
+
+    Raises:
+        ConfigError: a stage cuts documents into pieces of fewer than `block_size + 2` tokens.
+    """
+    shortest = min((stage.doc_tokens for stage in data.stages), default=0)
+    if 0 < shortest < config.block_size + 2:
+        raise ConfigError(
+            f"data.stages doc_tokens={shortest} with method.block_size={config.block_size}: a block begins "
+            f"at a document's second token at the earliest; pass doc_tokens={config.block_size + 2} or more"
+        )
+
+
+def _check_target(config: Config, info: TargetInfo) -> None:
+    """Refuse heads that attention or RoPE cannot have, and a mask token that the target lacks.
+
+    Raises:
+        ConfigError: query heads that KV heads do not divide, an odd head dim, or no such token.
+    """
+    heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
+    if heads % groups:
+        raise ConfigError(
+            f"method.n_heads={heads} is no multiple of the {groups} KV heads (method.n_kv_heads={groups}); "
+            "each KV head serves as many query heads"
+        )
+    if config.head_dim % 2:
+        raise ConfigError(f"method.head_dim={config.head_dim}; RoPE allows even numbers, or 0: the target's")
+    check_mask_token(config, info)
+
+
+SPEC = MethodSpec(
+    name="dspark",
+    config=Config,
+    paper="DSpark, arXiv 2607.05147 (with heads=none and sample_from_anchor=false DFlash, arXiv 2602.06036)",
+    build=built_for_target(DSparkDraft),
+    objective=_objective,
+    attach=_attach,
+    check_data=_check_data,
+    check_target=_check_target,
+    cost=MethodCost(training=training, cycle=cycle, suite="training"),
+)

@@ -1,0 +1,241 @@
+"""Large corpora: bounded memory, and several processes that give the same data as one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from longtrain.data.packing.prepare import prepare
+from longtrain.data.read import encoder as encoder_module
+from longtrain.data.read.adapters import Document
+from longtrain.data.read.encoder import PARALLEL_CHARS, Encoder, encode, usual_workers
+from longtrain.data.read.kept import KeptText
+from longtrain.errors import DataError
+from tests.data.test_preparation import config
+
+MEGABYTE = 2**20
+PREPARE = """
+import resource, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from longtrain.data.config import DataConfig
+from longtrain.data.packing.prepare import prepare
+from longtrain.data.packing.prepared import Prepared
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for name in ("little", "much"):
+    values = {"name": name, "sources": [{"text": f"{sys.argv[2]}/{name}"}], "tokenise_workers": 0}
+    folder = prepare(DataConfig.parse(values), tokenizer, home=Path(sys.argv[2]))
+    data = Prepared.open(folder)
+    print(len(data.ids), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def words_folder(tmp_path_factory):
+    """A tokenizer of long words, so that much text is few tokens and soon tokenised."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("words")
+    vocab = {word(i): i for i in range(1000)} | {"<unk>": 1000}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def word(number):
+    return f"{number:03}" + "abcdefghijklmnopqrstuvwxyz" * 2
+
+
+def write_corpus(folder, megabytes):
+    """Files of about a megabyte each, of words in another order in each."""
+    folder.mkdir()
+    for number in range(megabytes):
+        order = np.random.default_rng(number).integers(0, 1000, MEGABYTE // 56)
+        (folder / f"{number}.txt").write_text(" ".join(word(i) for i in order))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
+def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
+    write_corpus(tmp_path / "little", 4)
+    write_corpus(tmp_path / "much", 64)
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, str(words_folder), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (few, before), (many, after) = ([int(one) for one in line.split()] for line in done.stdout.splitlines())
+    assert few == 4 * (MEGABYTE // 56) and many == 16 * few
+    assert after - before < 12, (before, after)  # MB; the text is 64 MB
+
+
+def test_several_processes_give_the_data_of_one(tokenizer, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"Text {number}, é. " * (number + 1))
+    one, several = (
+        prepare(
+            config({"text": str(texts)}, tokenise_workers=workers, append_eos=True),
+            tokenizer,
+            home=tmp_path / str(workers),
+        )
+        for workers in (0, 2)
+    )
+    hashes = [json.loads((folder / "manifest.json").read_text())["sha256"] for folder in (one, several)]
+    assert hashes[0] == hashes[1]
+    again = config({"text": str(texts)}, tokenise_workers=1, append_eos=True)
+    before = (several / "manifest.json").stat().st_mtime_ns
+    assert (
+        prepare(again, tokenizer, home=tmp_path / "2") == several
+    )  # the number of processes changes nothing
+    assert (several / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_bounded_number_of_batches_is_read_ahead(tokenizer):
+    read = []
+
+    def batches():
+        for number in range(20):
+            read.append(number)
+            yield [Document(str(number), "text", text="some text"), Document("chat", "chat", messages=())]
+
+    with Encoder(tokenizer, workers=2) as encoder:
+        for number, (batch, ids) in enumerate(encoder.batches(batches())):
+            assert batch[0].name == str(number) and [one.tolist() for one in ids] == [
+                one.tolist() for one in encode(tokenizer, ["some text"])
+            ]
+            assert len(read) <= number + 5  # two slices for each process, and the batch that was yielded
+
+
+def test_conversations_do_not_wait_for_text(tokenizer):
+    read = []
+
+    def batches():
+        yield [Document("first", "text", text="some text")]
+        for number in range(50):
+            read.append(number)
+            yield [Document(str(number), "chat", messages=())]
+
+    for workers in (2, None):
+        read.clear()
+        with Encoder(tokenizer, workers=workers) as encoder:
+            for number, _ in enumerate(encoder.batches(batches())):
+                assert len(read) <= number + 20
+
+
+def test_a_tokenizer_that_fails_in_a_process_is_an_error_in_one_line(tokenizer):
+    broken = [[Document("a", "text", text=b"abc")]]  # bytes are no text
+    for workers in (0, 1):
+        with (
+            pytest.raises(DataError, match="the target's tokenizer fails on the text"),
+            Encoder(tokenizer, workers=workers) as encoder,
+        ):
+            list(encoder.batches(broken))
+
+
+class Processes:
+    """Stands for the worker processes: tokenises at once, and counts how often processes were started."""
+
+    def __init__(self, started):
+        self.started = started
+
+    def __call__(self, tokenizer, workers):
+        self.started.append(workers)
+        self.tokenizer = tokenizer
+        return self
+
+    def submit(self, texts):
+        done = Future()
+        done.set_result(encode(self.tokenizer, texts))
+        return done
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("size", [PARALLEL_CHARS // 4, PARALLEL_CHARS // 2])
+def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch, caplog, words_folder, size):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    started = []
+    monkeypatch.setattr(encoder_module, "_Pool", Processes(started))
+    tokenizer = AutoTokenizer.from_pretrained(words_folder)
+    text = " ".join([word(7)] * (size // 56 + 1))
+    source = [[Document("a", "text", text=text)]]
+    with caplog.at_level("INFO"), Encoder(tokenizer) as encoder:
+        for number in range(3):
+            for batch, ids in encoder.batches(source):
+                assert batch is source[0] and len(next(ids)) == size // 56 + 1
+            assert bool(started) == (size * (number + 1) >= PARALLEL_CHARS)
+    assert started == ([4] if size == PARALLEL_CHARS // 2 else [])
+    assert f"processes={4 if started else 1}" in caplog.text
+
+
+def test_the_cores_are_shared(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    assert [usual_workers(n) for n in (1, 3, 6, 7)] == [12, 4, 2, 0]
+
+
+PARENT = """
+import os, sys, time
+from transformers import AutoTokenizer
+from longtrain.data.read.encoder import Encoder, _encode
+from longtrain.data.read.adapters import Document
+
+if __name__ == "__main__":
+    encoder = Encoder(AutoTokenizer.from_pretrained(sys.argv[1]), workers=1)
+    list(encoder.batches([[Document("a", "text", text="some text")]]))
+    print(*encoder._pool._pool._processes, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_processes_end_when_their_parent_is_killed(words_folder, tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "parent.py", words_folder], stdout=subprocess.PIPE, text=True
+    )
+    worker = int(parent.stdout.readline())
+    os.kill(worker, signal.SIGTERM)  # left to the parent
+    parent.kill()
+    try:
+        parent.communicate(timeout=60)  # the pipe ends when the worker, which holds it too, has ended
+    except subprocess.TimeoutExpired:
+        os.kill(worker, signal.SIGKILL)
+        raise
+
+
+def test_a_long_text_is_tokenised_whole(tokenizer):
+    long = "abc " * 100_000
+    (ids_T,) = encode(tokenizer, [long])
+    assert tokenizer.decode(ids_T) == long
+
+
+def test_text_for_synthetic_sources_is_kept_on_disk(tmp_path):
+    kept = KeptText(tmp_path)
+    for part in ([1, 2], [3], []):
+        kept.add("book", np.array(part, np.int64))
+    kept.add("code", np.array([], np.int64))
+    streams = kept.streams()
+    assert list(streams) == ["book"] and isinstance(streams["book"], np.memmap)
+    assert streams["book"].tolist() == [1, 2, 3] and not list(tmp_path.iterdir())
+
+
+def test_the_number_of_processes_is_a_count():
+    from longtrain.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=re.escape("data.tokenise_workers")):
+        config({"text": "x"}, tokenise_workers=-1)

@@ -1,0 +1,46 @@
+"""A block written out plainly: one query at a time, one softmax each, over one document's own states."""
+
+from __future__ import annotations
+
+import torch
+
+from longtrain.methods.rope import ModuleRope
+from longtrain.targets.step import OutputRequest
+
+
+def context_states(draft, target, ids_T, pos_T):
+    """The target's states of one document, and its input of the head."""
+    request = OutputRequest("none", hidden=(*draft.read, -1))
+    with torch.no_grad():
+        hidden = target.packed(ids_T, pos_T, (0, len(ids_T)), request).hidden
+    return [hidden[layer] for layer in draft.read], hidden[-1]
+
+
+def block_hidden(draft, target, config, states, pos_T, anchor, token):
+    """The head's input of every slot of the block at `anchor`, whose token is `token`: [K, E]."""
+    rope = ModuleRope(config, target)
+    context = draft.context([state[:anchor] for state in states])
+    ids = draft.mask_id.repeat(config.rows)
+    ids[0] = token
+    at = torch.arange(config.rows)
+    begin = pos_T[anchor - 1] + 1 if len(pos_T) == anchor else pos_T[anchor]
+    z = target.embed(ids).detach()
+    for layer, window in zip(draft.layers, config.layer_windows, strict=True):
+        attention, x = layer.self_attn, layer.input_layernorm(z)
+        low = 0 if window is None else max(0, anchor - window)
+        k_c, v_c = attention.keys_values(context[low:], rope(pos_T[low:anchor]))
+        k_b, v_b = attention.keys_values(x, rope(begin + at))
+        q = attention.query(x, rope(begin + at))
+        groups = q.shape[1] // k_b.shape[1]
+        k, v = (torch.cat(pair).repeat_interleave(groups, 1) for pair in ((k_c, k_b), (v_c, v_b)))
+        share = (torch.einsum("rhd,chd->hrc", q, k) * draft.scale).softmax(-1)
+        z = z + attention.output(torch.einsum("hrc,chd->rhd", share, v))
+        z = z + layer.mlp(layer.post_attention_layernorm(z))
+    return draft.norm(z)[0 if config.sample_from_anchor else 1 :]
+
+
+def slot_logits(draft, target, hidden_KE, before_K):
+    """Logits of slots after the tokens `before_K`."""
+    logits = hidden_KE @ target.head_weight.T
+    head = draft.markov_head
+    return logits if head is None else logits + head.markov_w1.weight[before_K] @ head.markov_w2.weight.T

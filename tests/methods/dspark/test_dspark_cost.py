@@ -1,0 +1,79 @@
+"""What `plan` says of DSpark: the published draft's weights, and tensors that are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from longtrain.costs.model import Sizes
+from longtrain.costs.training import PackedSequence
+from longtrain.methods.dspark.config import Config
+from longtrain.methods.dspark.cost import cycle, draft_weights, training
+from longtrain.methods.dspark.objective import DSparkObjective
+from longtrain.methods.dspark.spec import SPEC
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
+
+QWEN = Sizes.of_keys(SHAPES["qwen3_8b"])
+
+
+def cost(tokens, **keys):
+    return training(Config(**keys), QWEN, PackedSequence(tokens, tokens), 1_130_000_000, 2)
+
+
+def test_the_published_drafts_weights():
+    """Qwen3 8B: fc 83.9 M, a layer 41.9 M for its attention and 151 M for its MLP, the Markov head 77.8 M."""
+    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+    shape = SHAPES["qwen3_8b"]
+    info = replace(
+        random_target("qwen3_micro").info,
+        **dict(
+            zip(
+                ("n_layers", "n_heads", "n_kv_heads", "hidden_size", "vocab_size"),
+                (shape[key] for key in keys),
+                strict=True,
+            )
+        ),
+        head_dim=128,
+        intermediate_size=shape["intermediate_size"],
+    )
+    with torch.device("meta"):
+        module = SPEC.build(Config(), info)
+    sizes = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 2}
+    layer, fc, markov = draft_weights(Config(), QWEN)
+    assert fc == sizes["fc.weight"] == 5 * 4096**2 and round(2 * markov / 1e6, 1) == 77.8
+    assert layer == sum(n for name, n in sizes.items() if name.startswith("layers.3."))
+    assert round(layer / 1e6) == 42 + 151
+    assert round(sum(p.numel() for p in module.parameters()) / 1e9, 2) == 1.13
+
+
+def test_inputs_are_the_states_that_are_read(llama, make_draft, make_batch):
+    config = Config(layers=[0, 2], n_layers=2, markov_rank=4)
+    objective = DSparkObjective(make_draft(llama, config), llama, config)
+    hidden = objective._read(make_batch(llama, [40])).hidden
+    step = training(config, Sizes.of(llama.info), PackedSequence(40, 40), 1000, 8)
+    assert step.hidden == 3 * llama.info.hidden_size
+    assert step.inputs == sum(x.nbytes for x in hidden.values()) + 40 * 8
+
+
+def test_a_chunked_step_grows_by_keys_and_values_alone():
+    short, long = cost(16384), cost(131072)
+    kv = 5 * 2 * 1024 * (131072 - 16384)
+    # in 16 bits twice, summed up in fp32, and one layer of five in fp32 once more
+    assert long.module - short.module == kv * (2 * 2 + 4) + kv // 5 * 4
+    assert cost(131072, chunk_tokens=0).module > 3 * long.module
+    windows = cost(131072, windows=[2048] * 4 + [None])
+    assert windows.attention_flops < 0.3 * long.attention_flops
+    assert cost(131072, anchor_every=1).flops > 4 * long.flops
+
+
+def test_a_cycle_reads_its_layers_once_for_a_block():
+    one, whole = (cycle(Config(), QWEN, (1,) * length, 2) for length in (1, 7))
+    assert len(one.draft) == len(whole.draft) == 1 and one.draft[0].rows == 7
+    _, _, markov = draft_weights(Config(), QWEN)
+    assert whole.draft[0].more_weights - one.draft[0].more_weights == 6 * markov
+    assert one.draft[0].seen is None
+    assert cycle(Config(windows=[64] * 4 + [99]), QWEN, (1,), 2).draft[0].seen == 99
+    target_alone = QWEN.kv_bytes(1000) * 2 / 2
+    assert one.cache_bytes(1, 1000) - target_alone == 1000 * 20480  # 20 KB a token

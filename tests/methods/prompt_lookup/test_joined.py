@@ -1,0 +1,219 @@
+"""Look-up joined to every kind of draft: the target's own text, and at least the draft's acceptance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.decoding.control import Control, ShapeChoice
+from longtrain.decoding.engine import AUTO, PLAIN, Engine
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import ChildChoice, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
+from longtrain.kernels.tree_attention import MAX_NODES
+from longtrain.methods.prompt_lookup.joined import NODES, JoinedDraft, with_lookup
+from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
+from longtrain.targets.loading import random_target
+from tests.decoding.tape import both, tapes  # noqa: F401 (a fixture)
+from tests.helpers import HEADS_OF_64, ONE_LAYER, attached, chi_square
+
+CHAIN, TREE, BEST = TreeShape((1,) * 4), TreeShape((2, 4, 4)), TreeShape((3, 4, 4), keep=6)
+DRAFTS = {
+    "longspec": {"window": 64},
+    "eagle3": {},
+    "dspark": {"block_size": 4},
+    "magicdec": {"least_tokens": 16, "window": 6, "recent_tokens": 10},
+    "quantspec": {},
+}
+CASES = [(name, CHAIN) for name in DRAFTS] + [
+    (name, shape) for name in ("longspec", "eagle3", "dspark") for shape in (TREE, BEST)
+]
+"""Drafts and shapes; the last two drafts propose chains alone."""
+
+
+@pytest.fixture(scope="module")
+def target():
+    """In fp64, so that no tie is decided by the number of tokens of a step."""
+    return random_target(HEADS_OF_64, seed=1, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    gen = torch.Generator().manual_seed(2)
+    return [torch.randint(97, (n,), generator=gen).tolist() * 3 for n in (1, 7, 40)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
+def test_greedy_text_is_plain_decodings(target, prompts, name, shape, batch):
+    parts = attached(name, target, **DRAFTS[name])
+    options = {"ignore_eos": True}
+    plain = Engine(target, parts).generate(prompts[:batch], max_new_tokens=40, shape=PLAIN, **options)
+    drafted = Engine(target, parts).generate(prompts[:batch], max_new_tokens=40, shape=shape, **options)
+    engine = Engine(target, with_lookup(parts, "auto"))
+    out = engine.generate(prompts[:batch], max_new_tokens=40, shape=shape, **options)
+    assert out.tokens == plain.tokens
+    assert out.stats.tau > drafted.stats.tau and 0 < out.stats.copied_share <= 1
+    assert sum(cycle.copied for row in out.stats.rows for cycle in row) > 0
+    for most in (1, 2, 3, 7):
+        few = engine.generate(prompts[:batch], max_new_tokens=most, shape=shape, **options)
+        assert few.tokens == [row[:most] for row in plain.tokens]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_what_follows_a_prompt_and_shapes_that_change(target, prompts, name):
+    parts = attached(name, target, **DRAFTS[name])
+    options = {"ignore_eos": True, "after": [[5, 6, 7] * 4, [8], [9, 9]], "max_new_tokens": 60}
+    plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
+    engine = Engine(target, with_lookup(parts, "auto"))
+    for shape in (CHAIN, AUTO, AUTO):
+        assert engine.generate(prompts, shape=shape, **options).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "quantspec"])  # asks the host on a CPU
+@pytest.mark.parametrize(
+    ("sampling", "children"),
+    [(Sampling(), ChildChoice.POINT), (Sampling(0.9, top_p=0.95, seed=3), ChildChoice.IID)],
+    ids=["greedy", "sampled"],
+)
+def test_a_cycle_is_one_graph(target, prompts, name, sampling, children, tapes):  # noqa: F811
+    parts = with_lookup(attached(name, target, **DRAFTS[name]), "auto")
+    shape = TreeShape((1,) * 4, children)
+    both(target, parts, prompts, shape=shape, sampling=sampling, max_new_tokens=24, ignore_eos=True)
+    assert len(tapes) == 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.95, seed=3)], ids=str)
+@pytest.mark.parametrize("shape", [TREE, BEST], ids=str)
+@pytest.mark.parametrize("name", ["longspec", "eagle3"])
+def test_a_cycle_that_chooses_nodes_is_one_graph(target, prompts, name, shape, sampling, tapes):  # noqa: F811
+    """The target's own tokens are drawn at each position, so a sampled text too is plain decoding's."""
+    parts = with_lookup(attached(name, target, **DRAFTS[name]), "auto")
+    options = {"sampling": sampling, "max_new_tokens": 24, "ignore_eos": True}
+    both(target, parts, prompts, shape=shape, **options)
+    assert len(tapes) == 1
+    plain, drafted = (Engine(target, parts).generate(prompts, shape=one, **options) for one in (PLAIN, shape))
+    assert drafted.tokens == plain.tokens
+    assert (
+        drafted.stats.copied_share > 0 or not sampling.greedy
+    )  # sampled text of random weights repeats little
+
+
+@pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
+def test_sampled_text_follows_the_targets_law(children):
+    wide = random_target(ONE_LAYER, seed=3)
+    parts = with_lookup(attached("longspec", wide, window=64), "auto")
+    engine = Engine(wide, parts, limits=Limits(batch=400))
+    sampling = Sampling(temperature=1.5, top_k=3, seed=1)
+    shape = TreeShape((1, 1), children)
+    chi2, stats = chi_square(engine, [5, 6, 7, 8, 9, 10] * 6, shape, sampling, tokens=5, runs=400)
+    assert chi2 < 51.2 and stats.copied_share > 0.1  # 99.9% at 24 degrees of freedom
+
+
+def test_sizes_of_joined_trees(target):
+    joint = with_lookup(attached("longspec", target, window=64), "auto").draft
+    assert isinstance(joint, JoinedDraft)
+    assert joint.completed(CHAIN).n_nodes == joint.completed(TREE).n_nodes == NODES
+    assert joint.completed(TreeShape((1,) * 14)).copied == 8 and joint.completed(PLAIN) == PLAIN
+    small = with_lookup(attached("longspec", target, window=9), "auto").draft
+    assert small.completed(CHAIN).depth == 8 and small.copies_alone == (4, 8)  # as its ring has room for
+    full = TreeShape((1,) * 8)
+    assert small.completed(full) == full  # no room for a copy
+    tiny = with_lookup(attached("longspec", target, window=1), "auto").draft
+    assert tiny.copies_alone == ()
+    assert joint.completed(TreeShape((60, 60))).n_nodes == MAX_NODES  # where a draft leaves 7 nodes
+    assert joint.completed(TreeShape((60, 67))).copied == 0
+
+
+def test_a_block_bounds_what_is_drafted_and_not_what_is_copied(target):
+    joint = with_lookup(attached("dspark", target, block_size=4), "auto").draft
+    assert joint.completed(CHAIN).n_nodes == NODES and joint.copies_alone == (4, 15)
+    with pytest.raises(ConfigError, match="allowed: up to 4 levels"):
+        joint.check_shape(TreeShape((1,) * 5))
+
+
+def test_a_draft_without_room_for_copies_decodes_plainly_drafted(target, prompts):
+    parts = attached("longspec", target, window=5)
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
+    out = Engine(target, with_lookup(parts, "auto")).generate(prompts, shape=CHAIN, **options)
+    assert out.tokens == plain.tokens and out.stats.copied_share == 0
+
+
+def test_modes(target, prompts):
+    parts = attached("quantspec", target)
+    assert with_lookup(parts, "off") is parts
+    assert isinstance(with_lookup(parts, "only").draft, PromptLookupRuntime)
+    alone = attached("prompt_lookup", target)
+    assert with_lookup(alone, "auto") is alone
+    cache = attached("quantspec", target, draft=False)
+    assert with_lookup(cache, "auto").draft is None and with_lookup(cache, "only").draft is not None
+    with pytest.raises(ConfigError, match="copied nodes, and the draft copies nothing; join it"):
+        Engine(target, parts).generate(prompts, max_new_tokens=4, shape=TreeShape((1,), copied=2))
+
+
+def test_a_draft_that_cannot_gain_is_left_out_with_one_line(target, prompts, caplog):
+    """QuantSpec with the target's weights has nothing to gain before a block of the cache is quantised."""
+    parts = attached("quantspec", target, weight_bits=16)
+    options = {"max_new_tokens": 40, "ignore_eos": True, "shape": AUTO}
+    alone, joint = Engine(target, parts), Engine(target, with_lookup(parts, "auto"))
+    for engine in (alone, joint, alone):
+        out = engine.generate(prompts, **options)
+        assert all(set(widths) <= {0} for widths in out.stats.shapes)
+    says = "quantspec: 0 of 160 tokens are in fewer bits, so a draft's step reads 100% of what the target's"
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(says in line and line.endswith("it is left out") for line in lines) == 2
+    assert parts.draft.cannot_gain(1, 1 << 17) == ""  # mostly in 4 bits of 8
+    assert attached("quantspec", target).draft.cannot_gain(1, 100) == ""  # 4-bit weights
+
+
+def test_on_a_quantised_cache_that_quantises_while_it_decodes(target):
+    """Blocks become due in the middle of an accepted path, which the cache's limit then cuts."""
+    gen = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(97, (n,), generator=gen).tolist() * 8 for n in range(24, 32)]
+    parts = attached("quantspec", target)
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
+    out = Engine(target, with_lookup(parts, "auto")).generate(prompts, shape=CHAIN, **options)
+    assert out.tokens == plain.tokens and out.stats.copied_share > 0
+    assert any(cycle.put_off for row in out.stats.rows for cycle in row)
+
+
+def test_what_auto_chooses_among(target):
+    """The cheapest first: plain decoding, look-up alone, the draft's chains, and all of its shapes joined."""
+    joint = with_lookup(attached("longspec", target, window=64), "auto").draft
+    shapes = ShapeChoice(((1,), (1, 1), (2, 4))).shapes(joint, sampled=False)
+    assert [(shape.widths, shape.copied) for shape in shapes] == [
+        ((), 0), ((), 4), ((), 15), ((1,), 0), ((1, 1), 0), ((1,), 14), ((1, 1), 13), ((2, 4), 9),
+    ]  # fmt: skip
+    sampled = ShapeChoice(((1, 1),)).shapes(joint, sampled=True)
+    assert [shape.children for shape in sampled if shape.widths] == [ChildChoice.IID] * 2
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_shape_that_auto_may_choose(target, prompts, name, monkeypatch):
+    """In turns, so that each finds the state that all the others left."""
+    parts = with_lookup(attached(name, target, **DRAFTS[name]), "auto")
+    seen = []
+
+    def in_turns(self, *, length: int, left: int) -> TreeShape:
+        seen.append(self.shapes[len(seen) % len(self.shapes)])
+        self.paused = False
+        return seen[-1]
+
+    monkeypatch.setattr(Control, "choose", in_turns)
+    options = {"max_new_tokens": 80, "ignore_eos": True}
+    plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
+    out = Engine(target, parts).generate(prompts, shape=AUTO, **options)
+    assert out.tokens == plain.tokens and len(set(seen)) > 6
+
+
+def test_nothing_is_copied_where_the_drafts_window_has_no_room_for_it(target, prompts):
+    """A cycle may accept as many tokens as a draft can store at once, whoever proposed them."""
+    joined = with_lookup(attached("eagle3", target, window=8), "auto")
+    draft, whole = joined.draft, TreeShape((1,) * 7)
+    assert draft.completed(whole) == whole and draft.completed(CHAIN).copied == 3
+    options = {"max_new_tokens": 30, "ignore_eos": True}
+    plain = Engine(target).generate(prompts, **options).tokens
+    assert Engine(target, joined).generate(prompts, shape=whole, **options).tokens == plain
