@@ -20,6 +20,7 @@ from longtrain.data.chat.prompts import cut_text
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document, Message
 from longtrain.data.read.encoder import Encoder
+from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import batches, documents, inputs
 from longtrain.errors import ConfigError, DataError
 
@@ -119,9 +120,6 @@ class Asking:
 
         def skip(error: DataError) -> None:
             self.counts["bad"] += 1
-
-        def refuse(error: DataError) -> None:
-            raise error
 
         return skip if found.get("packages") or self.config.on_error == "skip" else refuse
 

@@ -10,7 +10,6 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.encoder import Encoder
 from longtrain.data.read.kept import KeptText
-from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents
+from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents, groups
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
 from longtrain.errors import DataError
 from longtrain.log import get_logger
@@ -93,7 +92,7 @@ class Tokenise:
                     self._write_source(writer, encoder, index, source, found)
         for index, source in synthetic:
             made = self._follow(self._synthetic(source), source)
-            for items in _groups(made, BATCH_DOCUMENTS):
+            for items in groups(made, BATCH_DOCUMENTS):
                 self._add(writer, index, self._with_answers(items, source))
         self._hold_out_some(writer)
         if all(writer.val):
@@ -157,7 +156,7 @@ class Tokenise:
                         deque(self._tokens(batch, texts, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
-                for items in _groups(self._follow(self._synthetic(source), source), BATCH_DOCUMENTS):
+                for items in groups(self._follow(self._synthetic(source), source), BATCH_DOCUMENTS):
                     deque(self._with_answers(items, source), maxlen=0)
 
     def summary(self) -> str:
@@ -391,13 +390,6 @@ def _refuse(error: DataError) -> None:
     """
     skip = "; or pass data.on_error=skip, which leaves such documents out"
     raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
-
-
-def _groups(stream: Iterable[Made | PromptDocument], n: int) -> Iterator[list[Made | PromptDocument]]:
-    """Yield the stream in lists of at most `n`."""
-    left = iter(stream)
-    while group := list(islice(left, n)):
-        yield group
 
 
 def _some(value: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from longtrain.data.config import SourceConfig
 from longtrain.data.packing.checks import sha256_file
@@ -34,6 +34,7 @@ from longtrain.errors import DataError
 
 DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}
 Inputs = dict[str, Any]
+T = TypeVar("T")
 
 BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
@@ -188,3 +189,10 @@ def batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def groups(stream: Iterable[T], n: int) -> Iterator[list[T]]:
+    """Yield a stream in lists of at most `n`."""
+    left = iter(stream)
+    while group := list(islice(left, n)):
+        yield group
