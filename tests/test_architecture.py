@@ -232,9 +232,7 @@ def test_config_modules_import_no_torch() -> None:
         assert not heavy, f"{file} imports {heavy}: composing a config must stay light"
 
 
-@pytest.mark.parametrize(
-    "name", ["setup", "eval", "eval_parts", "eval_setup", "features", "train_lock", "demo"]
-)
+@pytest.mark.parametrize("name", ["setup", "eval", "parts", "eval_setup", "features", "train_lock", "demo"])
 def test_only_the_entries_of_a_job_take_the_whole_configuration(name: str) -> None:
     tree = ast.parse((PACKAGE / "jobs" / f"{name}.py").read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

@@ -18,7 +18,7 @@ from longtrain import provenance, tables
 from longtrain.config import RunConfig
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.files import as_json, read_json, write_files
-from longtrain.jobs import eval_parts
+from longtrain.jobs import parts
 from longtrain.jobs.prepare import NO_TOKENIZER
 from longtrain.jobs.setup import load_target
 from longtrain.log import get_logger
@@ -56,10 +56,10 @@ def run(cfg: RunConfig) -> None:
     if part is None and keys.shards > 1:
         work = partial(work_part, cfg.values)
         device = cfg.target.device_here()
-        eval_parts.run_all(work, keys.shards, logs=folder / "state", device=device)
+        parts.run_all(work, keys.shards, logs=folder / "state", device=device)
         _report_parts(folder, keys.shards)
     else:
-        with Progress(None, 0, "answers", announced=False) as bar, eval_parts.stopping() as asked:
+        with Progress(None, 0, "answers", announced=False) as bar, parts.stopping() as asked:
             whole = _work(cfg, part or 0, advance=bar.advance, stopping=asked)
     provenance.write(folder, cfg.values)
     tables.print_lines(f"answers: data=conversations data.conversations={folder / 'rows'}")
@@ -70,7 +70,7 @@ def run(cfg: RunConfig) -> None:
 def work_part(
     values: Mapping[str, Any],
     number: int,
-    tell: eval_parts.Tell,
+    tell: parts.Tell,
     asked_to_stop: Callable[[], bool],
 ) -> None:
     """Answer one part in a process of its own, and report progress to the parent process.
@@ -191,12 +191,12 @@ def _writer(cfg: RunConfig, target: Target) -> Write:
 
 def _report_parts(folder: Path, shards: int) -> None:
     """Log the speed of all parts together; they ran at the same time."""
-    parts = [read_json(folder / "state" / _speed_file(number, shards)) for number in range(shards)]
-    tokens, seconds = sum(one["tokens"] for one in parts), max(one["seconds"] for one in parts)
+    speeds = [read_json(folder / "state" / _speed_file(number, shards)) for number in range(shards)]
+    tokens, seconds = sum(one["tokens"] for one in speeds), max(one["seconds"] for one in speeds)
     log.info(
         "parts=%d answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f",
         shards,
-        sum(one["answers"] for one in parts),
+        sum(one["answers"] for one in speeds),
         tokens,
         seconds,
         tokens / max(seconds, 1e-9),

@@ -16,7 +16,7 @@ from longtrain import files as files_
 from longtrain import provenance, tables
 from longtrain.config import MERGE
 from longtrain.errors import ConfigError
-from longtrain.jobs import eval_parts
+from longtrain.jobs import parts
 from longtrain.jobs.eval_setup import Evaluation, named_systems
 from longtrain.jobs.finished.compare import Comparison
 from longtrain.journals import journals_in
@@ -70,7 +70,7 @@ def run(cfg: RunConfig) -> None:
     if part is None and shards > 1:
         work = partial(work_part, evaluation, shards)
         logs = journals_in(evaluation.folder)
-        eval_parts.run_all(work, shards, logs=logs, device=cfg.target.device_here())
+        parts.run_all(work, shards, logs=logs, device=cfg.target.device_here())
         part = MERGE
     session, artifacts = evaluation.load()
     merging = part == MERGE
@@ -86,7 +86,7 @@ def measure(session: Session, part: int, shards: int) -> bool:
     counts = session.counts(shard=part, shards=shards)
     if (systems := len(session.systems)) > 1:
         log.info("systems=%d; progress counts each example once for each of them", systems)
-    with Progress(*counts) as bar, eval_parts.stopping() as asked:
+    with Progress(*counts) as bar, parts.stopping() as asked:
         session.work(shard=part, shards=shards, advance=bar.advance, stopping=asked)
     if left := session.missing():
         count = sum(left.values())
@@ -98,7 +98,7 @@ def work_part(
     evaluation: Evaluation,
     shards: int,
     number: int,
-    tell: eval_parts.Tell,
+    tell: parts.Tell,
     asked_to_stop: Callable[[], bool],
 ) -> None:
     """Run one part in a process of its own, and report progress to the parent process."""

@@ -149,8 +149,7 @@ class Builder:
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
         shape = system.shape
         points = isinstance(shape, TreeShape) and shape.children is ChildChoice.POINT
-        same = self.greedy or points
-        return without_draft(system, systems) if same else None
+        return without_draft(system, systems) if self.greedy or points else None
 
     def _policies(self, entry: Entry, roles: Collection[str], taker: str) -> list[System]:
         assert entry.policy is not None

@@ -18,7 +18,7 @@ from longtrain import methods
 from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import Parts, TreeShape, completed
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, ConfigFaults
 from longtrain.methods.named import Named, in_words, named
 from longtrain.methods.policies import POLICIES
@@ -236,8 +236,7 @@ class System:
         """Most nodes of a tree that it verifies, the root included."""
         if isinstance(self.shape, TreeShape):
             return self.shape.n_nodes
-        draft = self.parts.draft
-        return max(completed(one, draft).n_nodes for one in self.shape.shapes(draft, sampled=True))
+        return max(one.n_nodes for one in self.shape.shapes(self.parts.draft, sampled=True))
 
     @property
     def evicts(self) -> bool:

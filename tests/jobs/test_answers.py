@@ -300,7 +300,7 @@ def test_prompts_of_all_sources_are_asked_in_turn(tmp_path, chats):
 
 def test_a_stopped_run_keeps_its_answers_and_is_no_success(monkeypatch, tmp_path, chats, capsys):
     asked = iter([False, False, False])
-    monkeypatch.setattr(job.eval_parts, "stopping", lambda: nullcontext(lambda: next(asked, True)))
+    monkeypatch.setattr(job.parts, "stopping", lambda: nullcontext(lambda: next(asked, True)))
     with pytest.raises(SystemExit) as stopped:
         answer_chats(monkeypatch, tmp_path, chats)
     assert stopped.value.code == 1 and "the same command goes on" in capsys.readouterr().err

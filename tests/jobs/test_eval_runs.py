@@ -24,7 +24,7 @@ from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.suites import SUITES
 from longtrain.evaluation.suites.longbench import SPECS
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import eval_parts, eval_setup
+from longtrain.jobs import eval_setup, parts
 from longtrain.progress import Progress
 
 TASKS = ("hotpotqa", "trec", "lcc")
@@ -176,7 +176,7 @@ def test_two_processes_here_make_the_same_result(run, whole):
 
 def test_a_part_gets_a_description_that_is_unpickled_without_torch(composed, overrides, monkeypatch):
     given = []
-    monkeypatch.setattr(eval_parts, "run_all", lambda work, *_, **__: given.append(work))
+    monkeypatch.setattr(parts, "run_all", lambda work, *_, **__: given.append(work))
     more = ("method=prompt_lookup", "suite.budgets=[48]", "shards=2", "name=one")
     with pytest.raises(ConfigError, match="is not finished"):  # no part ran
         evaluation.run(composed("eval", *overrides, *more))
@@ -214,10 +214,10 @@ def test_gpus_are_dealt_out_in_turn(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     seen = []
     for number in range(3):
-        with eval_parts.environment(number, 3, "cuda"):
+        with parts.environment(number, 3, "cuda"):
             seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
     assert seen == ["3", "5", "3"]
-    with eval_parts.environment(0, 2, "cpu"):
+    with parts.environment(0, 2, "cpu"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5" and int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert "OMP_NUM_THREADS" not in os.environ
 

@@ -24,12 +24,11 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 SLICE_CHARS = 250_000
-"""Characters that the tokenizer gets at once: what it keeps of them takes a hundred times as many bytes."""
+"""Characters that the tokenizer gets at once: what it keeps of them in memory is far larger than they are."""
 MOST_WORKERS = 16
 """Most processes that are started where none were asked for; reading the files then takes as long."""
 PARALLEL_CHARS = 8_000_000
-"""Characters from which several processes pay: each takes about two seconds to start, and tokenises one to
-four million characters a second."""
+"""Characters from which several processes pay: to start one takes as long as to tokenise a few million."""
 AHEAD_BATCHES = 16
 """Most batches that are read ahead to see whether there are so many characters."""
 

@@ -33,7 +33,7 @@ TURNS = 4
 """Turns of the longest answer, as long as prompts are short."""
 PROMPT_SHARE = 4
 """A turn has at least this part of the longest prompt's tokens: every turn reads the prompts again, which
-costs about a tenth as much a token as writing does."""
+costs much less a token than writing does."""
 SHORTEST_TURN = 32
 """Fewest tokens of a turn, for which the engine records CUDA graphs."""
 

@@ -1,4 +1,4 @@
-"""Runs the parts of an evaluation on this machine, each in a process of its own (and on a GPU of its own)."""
+"""Runs the parts of a job on this machine, each in a process of its own (and on a GPU of its own)."""
 
 from __future__ import annotations
 
