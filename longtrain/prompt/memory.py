@@ -240,9 +240,8 @@ def _fit_batches(
     asked = cfg.get("batch_tokens") if "answers" in jobs else None
     if asked and not typed("batch_tokens", words):
         each = CACHE_COPIES * kv_bytes_per_token(size, itemsize=itemsize)
-        each += (
-            MLP_COPIES * size.intermediate_size * itemsize
-        )  # a prefill reads the whole batch in one forward
+        # a prefill reads the whole batch in one forward
+        each += MLP_COPIES * size.intermediate_size * itemsize
         if int(asked) > (most := max(1, int(room / each))):
             cfg.batch_tokens = most
             changes.append(f"batch_tokens {most} (was {asked})")
