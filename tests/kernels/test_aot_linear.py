@@ -20,26 +20,31 @@ CORE_BYTES, CORE_REGISTERS = 227 * 1024, 65536
 """Shared memory and registers of a multiprocessor."""
 
 
-def compiled(tile, *, gated, rows):
+def compiled(tile, *, gated, rows, even=True):
     types = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "add_ptr", "out_ptr")}
     constants = {
-        "OUTPUTS": tile.outputs, "SLICES": tile.slices, "ROWS": rows, "STEP": tile.step, "EVEN": True,
+        "OUTPUTS": tile.outputs, "SLICES": tile.slices, "ROWS": rows, "STEP": tile.step, "EVEN": even,
         "GATED": gated, "ADD": True, "STAGES": tile.stages, "LATE": tile.late, "CHAINED": True,
     }  # fmt: skip
-    aligned = ("x_n", "weight_f", "add_n", "out_n")
+    assert "K" not in small_linear_triton.linear_kernel.do_not_specialize
+    aligned = ("x_n", "weight_f", "add_n", "out_n", "K")
     return compile_kernel(
         small_linear_triton.linear_kernel, types, constants, aligned=aligned, warps=tile.warps
     )
 
 
+@pytest.mark.parametrize("even", [True, False], ids=["even", "masked"])
 @pytest.mark.parametrize(
     ("features", "gated", "rows"),
-    [(4096, False, 8), (4096, False, 16), (6144, False, 16), (128256, False, 8), (14336, True, 16)],
-)
-def test_linear(features, gated, rows):
-    """Weights come in whole 16 bytes past the registers; nothing is spilled."""
+    [
+        (896, False, 8), (4096, False, 8), (4096, False, 16), (6144, False, 16), (128256, False, 8),
+        (4864, True, 8), (14336, True, 16),
+    ],
+)  # fmt: skip
+def test_linear(features, gated, rows, even):
+    """Weights come in whole 16 bytes past the registers, also where K ends within a step; nothing spills."""
     tile = small_linear_launch.tile_for(features, gated=gated)
-    built = compiled(tile, gated=gated, rows=rows)
+    built = compiled(tile, gated=gated, rows=rows, even=even)
     assert built.stack_bytes == 0 and built.registers <= 128 and built.shared_bytes <= CORE_BYTES
     product = "HGMMA" if built.count("HGMMA") else "HMMA"
     inner = built.loop_of(product)

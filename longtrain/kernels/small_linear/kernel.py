@@ -39,7 +39,7 @@ def write_sums(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constex
     tl.store(out_ptr + row * out_n + own, y, mask=keep)
 
 
-# K is specialised, as a multiple of 16 (`serves`): loads that are masked at K are then not split into single weights
+# K is specialised as a multiple of 16 (`serves`): else loads that are masked at K would read single weights
 @triton.jit(do_not_specialize=["N", "F"])
 def linear_kernel(
     x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
@@ -133,6 +133,8 @@ def tile_for(features: int, *, gated: bool = False) -> LinearTile:
         return LinearTile(16, 2, stages=4)
     if features >= 16384:
         return LinearTile(32, 2)
+    if features <= 2048:
+        return LinearTile(16, 4)
     return LinearTile(16, 4, stages=3) if features > 4096 else LinearTile(32, 2, late=False)
 
 
