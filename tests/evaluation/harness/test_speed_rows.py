@@ -67,9 +67,7 @@ def test_each_batch_is_timed_and_a_task_with_fewer_prompts_has_some_of_them_agai
     test = SpeedTest(target, [FULL_CACHE], made.suite, made.sampling, prompts=3, batches=[1, 2, 5])
     rows = test.rows(lambda what, done: told.append((what, done)))
     assert [(row["batch"], row["prompts"]) for row in rows] == [(1, 3), (2, 3), (5, 3)]
-    assert [len(prompts) for prompts, _ in asked] == [1] * 6 + [2] * 4 + [
-        5
-    ] * 2  # with warm-ups
+    assert [len(prompts) for prompts, _ in asked] == [1] * 6 + [2] * 4 + [5] * 2  # with warm-ups
     prompts, ids = asked[-1]
     assert prompts[3:] == prompts[:2] and len(set(ids)) == 5
     assert test.steps == sum(done for _, done in told) == 3 + 4 + 5
