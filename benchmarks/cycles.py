@@ -24,13 +24,13 @@ from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
     Stopwatch,
-    TokenTransfer,
     can_capture,
     has_graphs,
     record,
 )
 from longtrain.decoding.decode_step import DecodeStep, Judge
 from longtrain.decoding.engine import Engine
+from longtrain.decoding.output import TokenTransfer
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Draft, Parts, TreeShape, attention_observer
 from longtrain.decoding.sampling import HashRng, MinNewTokens, Sampling

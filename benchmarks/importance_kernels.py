@@ -136,7 +136,7 @@ def _metrics(
 
 def _work(call: str, ops: Any, x: ObservedPrompt) -> Outputs:
     """Return a call of one implementation."""
-    copies, how = len(x.k_BTGD), {"scale": x.scale}
+    copies, how = len(x.k_BTGD), dict[str, Any](scale=x.scale)
     if call == "suffix_lse":
         return lambda i: (ops.suffix_lse(x.q_NHD, x.own_k_NGD, x.k_BTGD[i % copies], x.spans, **how),)
     if call == "importance":

@@ -15,7 +15,7 @@ from longtrain import __version__
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
-from longtrain.prompt.grammar import in_grammar, in_list
+from longtrain.prompt.grammar import in_grammar, in_list, spelled_out
 from longtrain.prompt.store import composed_once, mount
 from longtrain.tables import printable
 
@@ -291,7 +291,7 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
                 _unknown_flag(word)
             flags.append(word)
         elif word[:1] in ("+", "~") or "=" in word:
-            overrides.append(in_grammar(word, sweeps=sweeps))
+            overrides += [in_grammar(one, sweeps=sweeps) for one in spelled_out(word)]
         elif bare:
             named.append(word)
         else:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from longtrain.errors import TargetMismatchError
+from longtrain.kernels.fused_layer import rotated
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin, each [..., D], as returned by the target's own rotary module."""
@@ -36,21 +36,6 @@ class RMSNorm(nn.Module):
             return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
-def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate heads by position (RoPE), with halves paired as in Hugging Face's Llama.
-
-    Args:
-        x: [..., heads, D].
-        rope: cos and sin, [..., D], for each token of `x`.
-
-    Returns:
-        A tensor like `x`.
-    """
-    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rope)
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
 class GroupedQuery(nn.Module):
     """Projections of a grouped-query attention; the caller computes the attention itself.
 
@@ -63,6 +48,7 @@ class GroupedQuery(nn.Module):
         eps: epsilon of those norms.
         own_keys: False leaves out k and v (cross-attention to keys and values computed elsewhere).
         outputs: size of the output; None: E.
+        neighbours: RoPE pairs dims 2i and 2i + 1 of a head, as in the target.
     """
 
     def __init__(
@@ -76,9 +62,10 @@ class GroupedQuery(nn.Module):
         eps: float = 1e-6,
         own_keys: bool = True,
         outputs: int | None = None,
+        neighbours: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.neighbours = heads, head_dim, neighbours
         n_heads, n_kv = heads
         self.q_proj = nn.Linear(hidden, n_heads * head_dim, bias=bias)
         if own_keys:
@@ -91,13 +78,15 @@ class GroupedQuery(nn.Module):
     def query(self, x: Tensor, rope: Rope) -> Tensor:
         """Return rotated queries, [..., H, D], of hidden states [..., E]."""
         q = self.q_proj(x).unflatten(-1, (self.heads[0], self.head_dim))
-        return apply_rope(q if self.q_norm is None else self.q_norm(q), rope)
+        q = q if self.q_norm is None else self.q_norm(q)
+        return rotated(q, rope, neighbours=self.neighbours)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return rotated keys, and values, each [..., G, D], of hidden states [..., E]."""
         k = self.k_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
-        return apply_rope(k if self.k_norm is None else self.k_norm(k), rope), v
+        k = k if self.k_norm is None else self.k_norm(k)
+        return rotated(k, rope, neighbours=self.neighbours), v
 
     def output(self, mixed: Tensor) -> Tensor:
         """Project attention output [..., H, D] to [..., E]."""
@@ -105,16 +94,10 @@ class GroupedQuery(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated MLP, `down(silu(gate(x)) * up(x))`.
+    """Gated MLP, `down(silu(gate(x)) * up(x))`, whatever activation the target has."""
 
-    Raises:
-        TargetMismatchError: the target's activation is not SiLU.
-    """
-
-    def __init__(self, hidden: int, intermediate: int, *, act: str = "silu") -> None:
+    def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        if act != "silu":
-            raise TargetMismatchError(f"target's activation is '{act}'; drafts are built for: silu")
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
@@ -133,3 +116,8 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def cast_to(weight: Tensor, x: Tensor) -> Tensor:
+    """Cast a tensor of the target to the dtype of a module's weight, unless autocast does so."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)

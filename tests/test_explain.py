@@ -25,6 +25,12 @@ def test_our_own_errors_are_printed_as_they_are():
         assert explain(error) == str(error)
 
 
+def test_a_key_below_one_that_is_null_says_how_to_type_it():
+    command = ["train", "+recipe=joint_tiny", "method.members.dspark.n_layers=2", "dry_run=true"]
+    run = subprocess.run([sys.executable, "-m", "longtrain", *command], capture_output=True, text=True)
+    assert run.returncode and "type the key above both, method.members={dspark:{n_layers:2}}" in run.stderr
+
+
 def test_others_keep_their_type():
     assert (
         explain(ValueError("first\n  second")) == "ValueError: first second (HYDRA_FULL_ERROR=1 shows where)"

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS
-from longtrain.prompt.grammar import NAMES, QUOTED, in_grammar, in_list
+from longtrain.prompt.grammar import NAMES, QUOTED, in_grammar, in_list, spelled_out
 from longtrain.prompt.naming import swept
 
 Run = Callable[..., CompletedProcess[str]]
@@ -140,3 +140,17 @@ def test_every_name_is_a_key_of_a_configuration() -> None:
         return any(re.search(rf"(?m)^\s*{key}:", file.read_text(encoding="utf-8")) for file in files)
 
     assert [name for name in NAMES if name != "recipe" and not has(name)] == []
+
+
+def test_features_of_an_engine_are_one_word() -> None:
+    assert spelled_out("features=engine:states") == ["features=engine", "features.folder=states"]
+    assert spelled_out(f"features=engine:{ODD}")[1] == f"features.folder={ODD}"
+    assert spelled_out("features=engine:a=engine:b")[1] == "features.folder=a=engine:b"
+    for word in (
+        "features=engine",
+        "features=engine:",
+        "features=fill",
+        "prompt=features=engine:a",
+        "+x=engine:a",
+    ):
+        assert spelled_out(word) == [word]

@@ -173,6 +173,9 @@ def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
         f"Its training was cut short ({unfinished})." if unfinished else "",
         "It works with the target that it was trained for and refuses any other, fine-tuned ones included.",
         of_role,
+        "It was trained and checked on hidden states that an engine wrote; it has not run on the target here."
+        if provenance.get("states")
+        else "",
         f"It was trained on texts of up to {tables.tokens(longest)} tokens; what it does beyond is known as "
         "far as it was measured."
         if longest

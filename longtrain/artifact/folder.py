@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from longtrain import methods
 from longtrain.artifact.evidence import EVIDENCE, Evidence
 from longtrain.artifact.found import HUB, find, imported
-from longtrain.artifact.golden import KINDS, Golden
+from longtrain.artifact.golden import KINDS, Golden, States
 from longtrain.artifact.golden.checks import ADVICE, Verification, refuse
+from longtrain.artifact.golden.kinds import PERIOD, SCRIPTED
 from longtrain.artifact.hub import check_push, upload
 from longtrain.artifact.stored import (
     CARD,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
+    from longtrain.targets.step import OutputRequest
 
 log = get_logger(__name__)
 
@@ -101,6 +104,7 @@ class Artifact:
         module: nn.Module,
         target: Target,
         provenance: dict[str, Any] | None = None,
+        states: Callable[[OutputRequest, int], States] | None = None,
     ) -> Artifact:
         """Wrap a trained module and record its golden outputs on the target.
 
@@ -112,6 +116,8 @@ class Artifact:
             module: the trained module.
             target: the target it was trained for.
             provenance: see `Artifact`.
+            states: (what a draft asks of the target, length in tokens) -> a document and the target's states
+                for it, for a target that cannot run.
 
         Raises:
             ArtifactError: a weight is NaN or infinite.
@@ -126,9 +132,10 @@ class Artifact:
         if kind is None:
             return made
         others = [partial(made._parts, **keys) for keys in spec.golden_others(config, target.info)]
-        tokens = spec.golden_tokens(config)
+        tokens, draft = spec.golden_tokens(config), parts and parts.draft
         try:
-            golden = Golden.record(kind, made._parts, target, tokens=tokens, others=others)
+            told = states(draft.outputs, max(PERIOD, tokens) + SCRIPTED) if states and draft else None
+            golden = Golden.record(kind, made._parts, target, tokens=tokens, others=others, states=told)
         except (LongtrainError, RuntimeError) as error:  # RuntimeError: e.g. torch runs out of memory
             made.verification.faults.append(f"its golden outputs could not be recorded: {first_line(error)}")
             return made

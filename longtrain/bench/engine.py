@@ -46,6 +46,9 @@ COLUMNS = {
     "of plain": "same_cache_of_plain",
     "speed over it": "same_cache_ratio",
     "tau": "draft.tau",
+    "experts read a step": "experts.plain",
+    "experts read to verify": "experts.verify",
+    "weights read to verify": "experts.weights",
     "same text": "same",
     "prefill s": "plain.prefill_s.median",
     "cache GiB": "plain.cache_gib",
@@ -213,6 +216,8 @@ def measure(
         row["draft"], drafted = timed(engine, shape)
         if not isinstance(shape, TreeShape):
             row["draft"]["costs"] = engine.costs.table()
+        else:
+            row |= _experts(target, len(prompts), shape)
         row |= _drafted(row, plain, drafted)
     return row
 
@@ -259,6 +264,23 @@ def _roofline(target: Target, row: Row, gpu: Gpu | None) -> Row:
     least_ms = roofline.metrics(phase, gpu)["ms"]
     taken_ms = 1e3 * row["batch"] / _speed(row, "plain")
     return {"gpu": gpu.name, "roofline_ms": least_ms, "roofline_share": least_ms / taken_ms}
+
+
+def _experts(target: Target, batch: int, shape: TreeShape) -> Row:
+    """Return the distinct experts of a layer that a plain step and verification read (expected), and the
+    weights that verification reads as a multiple of the plain step's; nothing without experts.
+    """
+    size = Sizes.of(target.info)
+    if size.experts is None:
+        return {}
+    tokens = batch * shape.n_nodes
+    return {
+        "experts": {
+            "plain": size.experts.read(batch),
+            "verify": size.experts.read(tokens),
+            "weights": (size.read(tokens) + size.head) / (size.read(batch) + size.head),
+        }
+    }
 
 
 def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:

@@ -89,6 +89,21 @@ class ArenaCache(KVCache):
         k_BGSD, v_BGSD = self.store.k_LBGSD[layer], self.store.v_LBGSD[layer]
         return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.rows_B, self._masks.of(mask), scale=scale)
 
+    def attend_window(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`. All entries are stored, and those before a token's window are not read."""
+        return tree_attention(
+            q_BHTD,
+            self.store.k_LBGSD[layer],
+            self.store.v_LBGSD[layer],
+            self.rows_B,
+            self._masks.of(mask),
+            scale=scale,
+            window=window,
+            depth_BT=self._masks.depths(mask),
+        )
+
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `KVCache`. Entries move only to positions of earlier nodes, so they can move in place."""
         if path_BP is not None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from longtrain.errors import ConflictError
 from longtrain.kernels.fused_layer import Slots
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_bits
 
@@ -27,10 +28,21 @@ class Tree:
 
 @dataclass(frozen=True)
 class PrefixOnly:
-    """Tokens see the committed prefix but not the tail, and write no K, V (a draft's cross-attention)."""
+    """Tokens see the committed prefix but not the tail, and write no K, V (a draft's cross-attention).
+
+    Args:
+        lse: True if the caller needs the lse, whatever the implementation.
+    """
+
+    lse: bool = False
 
 
 Mask: TypeAlias = Causal | Tree | PrefixOnly
+
+
+def depths(visible_BNN: Tensor) -> Tensor:
+    """Depth of each node of a tree, int64_BN: its position is the prefix's length and its depth."""
+    return visible_BNN.sum(-1) - 1
 
 
 class KernelMask:
@@ -38,6 +50,7 @@ class KernelMask:
 
     def __init__(self) -> None:
         self._bits: tuple[Tree, Tensor] | None = None
+        self._depths: tuple[Tree, Tensor] | None = None
 
     def of(self, mask: Mask) -> Tensor | Causal | None:
         """Bits of a tree, `CAUSAL`, or None for the prefix alone."""
@@ -49,9 +62,17 @@ class KernelMask:
             self._bits = (mask, tree_bits(mask.visible_BNN))
         return self._bits[1]
 
+    def depths(self, mask: Mask) -> Tensor | None:
+        """Depths of a tree's nodes; None for other masks."""
+        if not isinstance(mask, Tree):
+            return None
+        if self._depths is None or self._depths[0] is not mask:
+            self._depths = (mask, depths(mask.visible_BNN))
+        return self._depths[1]
+
     def forget(self) -> None:
-        """Drop the bits at the end of a step."""
-        self._bits = None
+        """Drop bits and depths at the end of a step."""
+        self._bits = self._depths = None
 
 
 class KVCache(ABC):
@@ -76,6 +97,38 @@ class KVCache(ABC):
             out_BHTD in q's dtype, and the natural-log lse_BHT in fp32 if the implementation has it, else
             None. A token that sees nothing gives zeros.
         """
+
+    def attend_window(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `attend`, of a layer whose tokens see the last `window` positions only, their own included.
+
+        Raises:
+            ConflictError: this kind of cache has no sliding windows.
+        """
+        raise ConflictError(
+            f"a {type(self).__name__} reads all entries of layer {layer}, which has a sliding window of "
+            f"{window} tokens; use a plain cache for this target"
+        )
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, or `attend_window`, always with the lse, which is -inf for a token that sees nothing.
+
+        Raises:
+            ConflictError: this kind of cache does not give the lse.
+        """
+        if window:
+            out, lse = self.attend_window(layer, q_BHTD, mask=mask, scale=scale, window=window)
+        else:
+            out, lse = self.attend(layer, q_BHTD, mask=mask, scale=scale)
+        if lse is None:
+            raise ConflictError(
+                f"the target has attention sinks, which need the log-sum-exp of a token's scores, and a "
+                f"{type(self).__name__} does not give it; use a plain cache for this target"
+            )
+        return out, lse
 
     def tail_slots(self, layer: int, rows: int) -> Slots | None:
         """Buffer positions of a layer's `rows` tail entries, for a caller that stores them itself.

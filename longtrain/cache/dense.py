@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
+from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree, depths
 from longtrain.cache.room import check_room
-from longtrain.errors import ConfigError, refusal
+from longtrain.errors import ConfigError, ConflictError, refusal
+from longtrain.kernels.attention.packed import packed_attention
 from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.split import split_attention, split_serves
 
@@ -42,6 +43,7 @@ class DenseCache(KVCache):
         device: device of the buffers.
         dtype: dtype of the buffers.
         base: number of buffer positions before position 0.
+        windows: window of each layer, 0 for one that sees the whole text; empty: no layer has one.
 
     Raises:
         ConfigError: a size is not positive, or there is too little memory (`NoRoomError`).
@@ -59,6 +61,7 @@ class DenseCache(KVCache):
         device: torch.device | str,
         dtype: torch.dtype,
         base: int = 0,
+        windows: Sequence[int] = (),
     ) -> None:
         if min(batch, max_tokens) < 1 or max_nodes < 0:
             raise refusal(
@@ -68,6 +71,7 @@ class DenseCache(KVCache):
             )
         self.capacity = max_tokens + max_nodes
         self.base = base
+        self.windows = tuple(windows) or (0,) * n_layers
         shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
         needed = 2 * dtype.itemsize * n_layers * batch * n_kv_heads * shape[3] * head_dim
         less = "shorten the prompts, lower decode.max_new_tokens or the batch, or halve it: method=quantspec"
@@ -80,7 +84,8 @@ class DenseCache(KVCache):
         self._low = self._high = self._synced_high = 0
         self._tail = 0
         self._slots_BT: Tensor | None = None
-        self._visible: tuple[Mask, int, int, int, Tensor] | None = None
+        self._visible: dict[int, tuple[Mask, int, int, int, Tensor]] = {}
+        """Window, or 0 -> the last mask of its layers, and what it was made for."""
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store tail entries of a layer at positions `len_B[b]...`, overwriting any earlier tail.
@@ -100,28 +105,66 @@ class DenseCache(KVCache):
         self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over prefix and tail; a token that sees nothing gives zeros. On a CPU the lse is None."""
+        """Attention over prefix and tail; a token that sees nothing gives zeros.
+
+        On a CPU the lse is None unless the mask asks for it.
+        """
         T = q_BHTD.shape[2]
         if isinstance(mask, Causal) and self._high == self.base == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
             return scaled_dot_product_attention(
                 q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
             ), None
-        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=False)
+        with_lse = isinstance(mask, PrefixOnly) and mask.lse
+        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=with_lse)
         if isinstance(mask, PrefixOnly) and not self.base:
             out = torch.where(self.len_B.view(-1, 1, 1, 1) > 0, out, 0.0)
         return out, lse
 
-    def attend_lse(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-        """As `attend`, always with the lse, which is -inf for a token that sees nothing."""
-        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True)
+    def attend_window(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `KVCache`. All entries are stored, and those before a token's window are masked.
+
+        Raises:
+            ConflictError: there are entries without a position (`base`), or a mask without the new tokens.
+        """
+        self._check_window(layer, mask, window)
+        B, _, T, _ = q_BHTD.shape
+        if isinstance(mask, Causal) and self._high == 0 and T > 1:
+            # [B, X, T, D] -> [B * T, X, D]: sequences end to end
+            q, k, v = (
+                x.transpose(1, 2).flatten(0, 1)
+                for x in (q_BHTD, self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T])
+            )
+            bounds = range(0, (B + 1) * T, T)
+            out = packed_attention(q, k, v, bounds, bounds, scale=scale, window=window - 1)
+            return out.unflatten(0, (B, T)).transpose(1, 2), None
+        return self._attend(layer, q_BHTD, mask, scale, with_lse=False, window=window)
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`."""
+        self._check_window(layer, mask, window)
+        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True, window=window)
         assert lse is not None
         return out, lse
 
+    def _check_window(self, layer: int, mask: Mask, window: int) -> None:
+        if window and (self.base or isinstance(mask, PrefixOnly)):
+            raise ConflictError(
+                f"layer {layer} has a sliding window of {window} tokens: positions of its entries and of the "
+                "new tokens are needed; read a layer that sees the whole text"
+            )
+
     def _attend(
-        self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool
+        self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool, window: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention with the query heads of a KV head packed into one matrix, so K and V are read once."""
+        """Attention with the query heads of a KV head packed into one matrix, so K and V are read once.
+
+        With a window, positions that no token of the batch sees are not read.
+        """
         B, H, T, D = q_BHTD.shape
         low, used = self.base + self._low, self.base + self._high
         used += 0 if isinstance(mask, PrefixOnly) else T
@@ -131,9 +174,12 @@ class DenseCache(KVCache):
         k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
         G = k.shape[1]
         q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)  # [B, H, T, D] -> [B, G, R, D]: a GQA group as rows
-        split = low >= _MIN_PREFIX and 0 < used - low <= _MAX_REST and split_serves(q_BGRD)
+        split = low >= _MIN_PREFIX and 0 < used - low <= _MAX_REST and not window and split_serves(q_BGRD)
         start = low if split else 0
-        visible_B1RC = self._visible_rows(mask, T, start, used, H // G)
+        if window:
+            start = max(0, low - window + 1)
+            k, v = k[:, :, start:], v[:, :, start:]
+        visible_B1RC = self._visible_rows(mask, T, start, used, H // G, window)
         if split:
             out, lse = split_attention(q_BGRD, k, v, start, visible_B1RC, scale=scale)
         elif with_lse:
@@ -160,7 +206,8 @@ class DenseCache(KVCache):
                 buffer[:, rows_B1, :, goal_BP] = buffer[:, rows_B1, :, source_BP]
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self.len_B = self.len_B + n_B
-        self._slots_BT = self._visible = None
+        self._slots_BT = None
+        self._visible.clear()
 
     @property
     def used(self) -> int:
@@ -180,7 +227,8 @@ class DenseCache(KVCache):
         self.len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
         self._low, self._high = min(lengths), max(lengths)
         self._synced_high = self._high
-        self._slots_BT = self._visible = None
+        self._slots_BT = None
+        self._visible.clear()
 
     def bytes(self) -> int:
         """Bytes of K, V and lengths."""
@@ -203,9 +251,9 @@ class DenseCache(KVCache):
             self._slots_BT = self.base + self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
-    def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int) -> Tensor:
+    def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int, window: int) -> Tensor:
         """Mask [B, 1, g*T or 1, used - start] of the positions that each packed row sees; once per step."""
-        kept = self._visible
+        kept = self._visible.get(window)
         if kept is not None and kept[1:4] == (T, start, used):
             same = kept[0] is mask if isinstance(mask, Tree) else type(kept[0]) is type(mask)
             if same:
@@ -219,9 +267,22 @@ class DenseCache(KVCache):
             visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None].repeat(1, T, 1)
             tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
             visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
+        if window:
+            pos_BT, pos_BC = self._positions(mask, T, slot_C)
+            visible_BTC = visible_BTC & (pos_BC[:, None] > pos_BT[:, :, None] - window)
         B, rows, _ = visible_BTC.shape
         if rows > 1:  # [B, T, C] -> [B, g * T, C]: repeated for each query head of a group
             visible_BTC = visible_BTC[:, None].expand(-1, g, -1, -1).reshape(B, g * rows, used - start)
         result = visible_BTC[:, None]
-        self._visible = (mask, T, start, used, result)
+        self._visible[window] = (mask, T, start, used, result)
         return result
+
+    def _positions(self, mask: Mask, T: int, slot_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of the T new tokens, and of the entries in some buffer positions (`base` is 0)."""
+        slot_BT, first_B1 = self._slots(T), self.len_B[:, None]
+        if not isinstance(mask, Tree):
+            return slot_BT, slot_C.expand(len(slot_BT), -1)
+        pos_BT = first_B1 + depths(mask.visible_BNN)
+        tail_BC = (slot_C - first_B1).clamp(0, T - 1)
+        own_BC = (slot_C >= first_B1) & (slot_C < first_B1 + T)
+        return pos_BT, torch.where(own_BC, pos_BT.gather(1, tail_BC), slot_C)

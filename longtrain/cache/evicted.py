@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
+from longtrain.cache.layered import LayeredCache, last_entries
 from longtrain.errors import ConfigError, ConflictError, refusal
 from longtrain.kernels.attention.ragged import Segments, even_attention, ragged_attention, segments_of
 from longtrain.kernels.attention.split import lse_merge
@@ -81,6 +82,14 @@ class EvictedCache(KVCache):
         """Attention over kept entries, committed tail and new tokens."""
         if self.prefixes is None:
             return self.tail.attend(layer, q_BHTD, mask=mask, scale=scale)
+        return self.attend_lse(layer, q_BHTD, mask=mask, scale=scale)
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`."""
+        if self.prefixes is None or window:
+            return self.tail.attend_lse(layer, q_BHTD, mask=mask, scale=scale, window=window)
         prefix = self.prefixes[layer]
         B, H, T, D = q_BHTD.shape
         G = self.tail.k_LBGSD.shape[2]
@@ -113,12 +122,15 @@ class EvictedCache(KVCache):
         return held
 
 
-def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int) -> EvictedCache:
+def compact(
+    cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int
+) -> EvictedCache | LayeredCache:
     """Copy the kept entries of the prompts' cache to a smaller one; the caller drops the original.
 
     Args:
         cache: committed prompts, with nothing after them.
-        keep: entries that remain, at least one of each layer, sequence and KV head.
+        keep: entries that remain, at least one of each layer, sequence and KV head; of the layers with a
+            sliding window it has none: they keep what later tokens see.
         lengths: tokens of each prompt, on the host.
         room: capacity of the tail: tokens committed after the prompt, and the nodes of one step.
 
@@ -131,7 +143,9 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
             f"entries of a {type(cache).__name__} cannot be evicted; use a plain cache, or leave eviction out"
         )
     n_LBG, device = keep.n_LBG, cache.len_B.device
-    L, B, G, _, D = cache.k_LBGSD.shape
+    _, B, G, _, D = cache.k_LBGSD.shape
+    layers = [layer for layer, window in enumerate(cache.windows) if not window]
+    L = len(layers)
     if n_LBG.shape != (L, B, G) or len(lengths) != B:
         raise ConfigError(
             f"entries to keep for [layers, sequences, KV heads] = {list(n_LBG.shape)} and {len(lengths)} "
@@ -158,13 +172,19 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
         base=base,
     )
     idx_LBGK = keep.idx_LBGK.to(device, non_blocking=True)
+    prefixes = None
     if even:
-        idx = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)  # [L, B, G, K] -> [L, B, G, K, D]
-        tail.k_LBGSD[..., :base, :] = cache.k_LBGSD.gather(3, idx)
-        tail.v_LBGSD[..., :base, :] = cache.v_LBGSD.gather(3, idx)
-        return EvictedCache(tail, None, lengths, n_LBG)
-    prefixes = [prefix_of(cache, layer, idx_LBGK[layer], n_LBG[layer]) for layer in range(L)]
-    return EvictedCache(tail, prefixes, lengths, n_LBG)
+        idx_LBGKD = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)
+        for at, layer in enumerate(layers):
+            tail.k_LBGSD[at, :, :, :base] = cache.k_LBGSD[layer].gather(2, idx_LBGKD[at])
+            tail.v_LBGSD[at, :, :, :base] = cache.v_LBGSD[layer].gather(2, idx_LBGKD[at])
+    else:
+        prefixes = [prefix_of(cache, one, idx_LBGK[at], n_LBG[at]) for at, one in enumerate(layers)]
+    evicted = EvictedCache(tail, prefixes, lengths, n_LBG)
+    if len(cache.windows) == L:
+        return evicted
+    near = [layer for layer, window in enumerate(cache.windows) if window]
+    return LayeredCache(evicted, last_entries(cache, near, lengths, room=room), cache.windows)
 
 
 def prefix_of(cache: DenseCache, layer: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:

@@ -62,14 +62,20 @@ class DraftHistory:
 
     def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
         """Attention of tree nodes over all positions and over the tree; see `DraftRing.attend`."""
-        q_BHPD = q_BPHD.transpose(1, 2)
         nodes = nodes_BPN.shape[-1]
-        if nodes == ahead + 1:  # a chain so far: each node sees all before it
-            out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, CAUSAL, scale=scale, base=ahead)
-        else:
-            bits = tree_bits(nodes_BPN)
-            out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, bits, scale=scale, nodes=nodes)
+        if nodes > ahead + 1:
+            return self.attend_lse(q_BPHD.transpose(1, 2), len_B, nodes_BPN, scale=scale)[0].transpose(1, 2)
+        # a chain so far: each node sees all before it
+        k, v = self.k_BGSD, self.v_BGSD
+        out, _ = tree_attention(q_BPHD.transpose(1, 2), k, v, len_B, CAUSAL, scale=scale, base=ahead)
         return out.transpose(1, 2)
+
+    def attend_lse(
+        self, q_BHPD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend` under the mask, with heads before positions: out_BHPD and the lse."""
+        k, v, nodes = self.k_BGSD, self.v_BGSD, nodes_BPN.shape[-1]
+        return tree_attention(q_BHPD, k, v, len_B, tree_bits(nodes_BPN), scale=scale, nodes=nodes)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors that drafting reads and writes in place."""

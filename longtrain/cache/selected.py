@@ -146,17 +146,39 @@ class SelectedCache(KVCache):
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Attention over the selected entries, those committed since, and the new tokens."""
+        found = self._chosen_attention(layer, q_BHTD, mask, scale)
+        return self.store.attend(layer, q_BHTD, mask=mask, scale=scale) if found is None else found
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`, and `attend_window`."""
+        found = None if window else self._chosen_attention(layer, q_BHTD, mask, scale)
+        if found is not None:
+            return found
+        return self.store.attend_lse(layer, q_BHTD, mask=mask, scale=scale, window=window)
+
+    def _chosen_attention(
+        self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Attention of a step over selected entries; None: all are read."""
         sets, G = self.entry_sets, self.held.k_LBGSD.shape[2]
         if sets is None or self._dense or isinstance(mask, PrefixOnly):
-            return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
+            return None
         if self._ask is not None:
             scores_BGS = self._ask(layer, q_BHTD, self.keys(layer), self.len_B)
             sets.put(scores_BGS, slice(layer * G, (layer + 1) * G))
         if layer in sets.budget.dense_layers or self._fits:
-            return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
+            return None
         k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
         count_B = self._step_of(q_BHTD.shape[2]).count_B
         return tree_attention(q_BHTD, k_BGJD, v_BGJD, count_B, self._masks.of(mask), scale=scale)
+
+    def attend_window(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `KVCache`: a layer with a window reads all of it, and its sets are not used."""
+        return self.store.attend_window(layer, q_BHTD, mask=mask, scale=scale, window=window)
 
     @property
     def used(self) -> int:

@@ -69,6 +69,7 @@ class PrepareKeys:
     show: int | None = 0
     shards: Count = 1
     shard: Any = None
+    rows: Text | None = None
 
     def part(self) -> int | None:
         """The requested part of the answers to generate, or None for all of them.

@@ -29,7 +29,8 @@ class Forward:
         width: bits in which weights and cache are read.
         rows: new tokens of each sequence.
         times: forwards per cycle; 0.5: one in every second cycle.
-        layers: number of layers that run and whose cache is read; None: all. The LM head always runs.
+        layers: number of layers with a dense MLP that run and whose cache is read; None: all of the model's.
+            The LM head always runs.
         more_weights: weights read in addition to these layers'; negative if fewer are read.
         seen: largest number of cached tokens that attention reads (a window, or selected entries); None: all.
         more_keys: numbers read for every cached token in addition to its K and V in these layers.
@@ -51,7 +52,7 @@ class Forward:
             batch: sequences.
             context: cached tokens of each.
         """
-        some = size if self.layers is None else replace(size, n_layers=self.layers)
+        some = size if self.layers is None else replace(size, n_layers=self.layers, experts=None)
         seen = context if self.seen is None else min(context, self.seen)
         phase = roofline.step(some, batch=batch, context=seen, rows=self.rows, width=self.width)
         more, keys = self.more_weights, batch * context * self.more_keys

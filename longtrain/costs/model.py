@@ -18,6 +18,49 @@ ITEM = 2
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a model: MLPs of which each token goes through a few.
+
+    Args:
+        count: experts of a layer.
+        per_token: experts that each token goes through.
+        size: inner width of one.
+        shared: inner width of the MLP that every token goes through beside them; 0: none.
+        dense_layers: layers that have one MLP (of `Sizes.intermediate_size`) instead.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    shared: int = 0
+    dense_layers: int = 0
+
+    @classmethod
+    def of_keys(cls, keys: Mapping[str, Any]) -> Experts | None:
+        """Return the experts in a `config.json`; None if all layers are dense."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        if not (count := next((int(keys[name]) for name in names if keys.get(name)), 0)):
+            return None
+        n_layers, every = int(keys["num_hidden_layers"]), int(keys.get("decoder_sparse_step") or 1)
+        only, first = keys.get("mlp_only_layers") or (), int(keys.get("first_k_dense_replace") or 0)
+        sparse = [i for i in range(first, n_layers) if i not in only and not (i + 1) % every]
+        size = int(keys.get("moe_intermediate_size") or keys["intermediate_size"])
+        return cls(
+            count=count,
+            per_token=int(keys["num_experts_per_tok"]),
+            size=size,
+            shared=size * int(keys.get("n_shared_experts") or 0),
+            dense_layers=n_layers - len(sparse),
+        )
+
+    def read(self, tokens: int) -> float:
+        """Return the distinct experts of a layer that a pass over some tokens reads, as expected if every
+        token chose its experts at random.
+        """
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of a model.
 
@@ -29,6 +72,7 @@ class Sizes:
         hidden_size: E.
         intermediate_size: inner width of the MLP.
         vocab_size: V.
+        experts: its experts; None: all MLPs are dense.
     """
 
     n_layers: int
@@ -38,11 +82,14 @@ class Sizes:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, info: Any) -> Sizes:
         """Return the sizes of a target's `info`, which has the same names."""
-        return cls(**{name: int(getattr(info, name)) for name in cls.__dataclass_fields__})
+        names = (name for name in cls.__dataclass_fields__ if name != "experts")
+        experts = Experts(**info.experts) if info.experts else None
+        return cls(**{name: int(getattr(info, name)) for name in names}, experts=experts)
 
     @classmethod
     def of_keys(cls, keys: Mapping[str, Any]) -> Sizes:
@@ -56,11 +103,12 @@ class Sizes:
             hidden_size=int(keys["hidden_size"]),
             intermediate_size=int(keys["intermediate_size"]),
             vocab_size=int(keys["vocab_size"]),
+            experts=Experts.of_keys(keys),
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Input and output features of a layer's linears."""
+        """Input and output features of a layer's linears; of those with a dense MLP, if there are experts."""
         E, q, kv, wide = (
             self.hidden_size,
             self.n_heads * self.head_dim,
@@ -78,9 +126,34 @@ class Sizes:
         }
 
     @property
+    def layer(self) -> int:
+        """Number of weights of one layer's linears, with a dense MLP."""
+        return sum(a * b for a, b in self.linears.values())
+
+    @property
     def weights(self) -> int:
-        """Number of weights of all layers' linears."""
-        return self.n_layers * sum(a * b for a, b in self.linears.values())
+        """Number of weights of all layers' linears, all experts included."""
+        return self._with(self.experts.count if self.experts else 0)
+
+    @property
+    def used(self) -> int:
+        """Number of those weights that one token is multiplied with."""
+        return self._with(self.experts.per_token if self.experts else 0)
+
+    def read(self, tokens: int) -> int:
+        """Return the number of those weights that a pass over some tokens reads (`Experts.read`)."""
+        return self._with(self.experts.read(tokens) if self.experts else 0)
+
+    def _with(self, experts: float) -> int:
+        """Return the weights of all layers' linears with so many experts of each layer."""
+        whole = self.n_layers * self.layer
+        if (has := self.experts) is None:
+            return whole
+        E, sparse = self.hidden_size, self.n_layers - has.dense_layers
+        # the router, the shared MLP and the experts take the place of the dense MLP
+        return whole + round(
+            sparse * (E * has.count + 3 * E * (has.shared + experts * has.size - self.intermediate_size))
+        )
 
     @property
     def head(self) -> int:
@@ -122,14 +195,31 @@ class Work:
 def prefill(size: Sizes, tokens: int, *, causal: bool = True) -> Work:
     """Work of a forward over the prompt with logits of one token; attention is causal or a full square."""
     square = (2 if causal else 4) * size.width * tokens**2
-    flops = 2 * size.weights * tokens + square + 2 * size.head
-    return Work(flops, ITEM * (size.weights + size.head) + size.kv_bytes(tokens))
+    flops = 2 * size.used * tokens + square + 2 * size.head
+    return Work(flops, ITEM * (size.read(tokens) + size.head) + size.kv_bytes(tokens))
 
 
 def decode(size: Sizes, tokens: int, context: int) -> Work:
     """Work of decoding `tokens` tokens, one at a time, over a cache of `context` entries."""
-    flops = tokens * (2 * size.weights + 2 * size.head + 4 * size.width * context)
-    return Work(flops, tokens * (ITEM * (size.weights + size.head) + size.kv_bytes(context)))
+    flops = tokens * (2 * size.used + 2 * size.head + 4 * size.width * context)
+    return Work(flops, tokens * (ITEM * (size.used + size.head) + size.kv_bytes(context)))
+
+
+def pass_growth(size: Sizes, batch: int, tokens: int, length: int) -> float:
+    """Return what a pass over `tokens` tokens of each sequence reads, over that of one token each.
+
+    More than 1 only if there are experts, of which more tokens need more.
+
+    Args:
+        size: the model.
+        batch: sequences.
+        tokens: new tokens of each.
+        length: cached tokens of each.
+    """
+    if size.experts is None:
+        return 1.0
+    rest = size.head + batch * size.kv_bytes(length) // ITEM
+    return (size.read(batch * tokens) + rest) / (size.read(batch) + rest)
 
 
 def score(size: Sizes, rows: int, tokens: int, *, fused: bool = False) -> Work:

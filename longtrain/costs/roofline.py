@@ -64,8 +64,8 @@ def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width =
     """
     tokens = batch * rows
     linear = Work(
-        2.0 * tokens * (size.weights + size.head),
-        stored(size.weights + size.head, width.weights) + _linear_io(size, tokens, heads=tokens),
+        2.0 * tokens * (size.used + size.head),
+        stored(size.read(tokens) + size.head, width.weights) + _linear_io(size, tokens, heads=tokens),
     )
     attention = Work(
         4.0 * size.width * tokens * context,
@@ -78,8 +78,8 @@ def prefill(size: Sizes, *, batch: int, context: int) -> Phase:
     """Work of a causal prefill of `context` tokens, with the LM head for each sequence's last token."""
     tokens = batch * context
     linear = Work(
-        2.0 * (tokens * size.weights + batch * size.head),
-        float(ITEM * (size.weights + size.head)) + _linear_io(size, tokens, heads=batch),
+        2.0 * (tokens * size.used + batch * size.head),
+        float(ITEM * (size.read(tokens) + size.head)) + _linear_io(size, tokens, heads=batch),
     )
     attention = Work(
         2.0 * size.width * tokens * context, _attention_io(size, tokens) + batch * size.kv_bytes(context)

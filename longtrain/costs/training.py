@@ -23,6 +23,10 @@ CE_BYTES, CE_MOVED = 8, 16
 """The same for the cross-entropy, whose kernel works in place."""
 
 
+EXPERT_NUMBERS = 2**28
+"""Most elements of the inputs that are copied for the experts of a layer at once (`targets.experts`)."""
+
+
 @dataclass(frozen=True)
 class PackedSequence:
     """One micro-batch.
@@ -105,12 +109,17 @@ def target_pass_bytes(size: Sizes, row: PackedSequence, *, itemsize: int) -> int
     heads, kv = size.n_heads * size.head_dim, 2 * size.n_kv_heads * size.head_dim
     mlp = 4 * size.hidden_size + 3 * size.intermediate_size
     attention = 3 * size.hidden_size + 4 * heads
-    return row.tokens * ((max(mlp, attention) + kv + 2 * size.head_dim) * itemsize + 8)
+    held = row.tokens * ((max(mlp, attention) + kv + 2 * size.head_dim) * itemsize + 8)
+    if size.experts is None:
+        return held
+    # a token is copied for each of its experts: inputs, outputs, these weighted, and in the tokens' order
+    copied = min(row.tokens * size.experts.per_token * size.hidden_size, EXPERT_NUMBERS)
+    return max(held, held - 3 * size.intermediate_size * row.tokens * itemsize + 4 * copied * itemsize)
 
 
 def target_flops(size: Sizes, row: PackedSequence) -> int:
     """Operations of the target's forward over a sequence: 2 per weight and token, and causal attention."""
-    return 2 * size.weights * row.tokens + target_attention_flops(size, row)
+    return 2 * size.used * row.tokens + target_attention_flops(size, row)
 
 
 def target_attention_flops(size: Sizes, row: PackedSequence) -> int:

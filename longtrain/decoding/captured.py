@@ -1,18 +1,18 @@
-"""Decoding cycles as CUDA graphs: their static buffers, the cache of graphs, and the tokens' way to the host.
+"""Decoding cycles as CUDA graphs: their static buffers, and the cache of graphs.
 
 The host launches one graph for each cycle and reads its tokens one cycle late, so the GPU never waits for it.
 The end of a sequence (stop string or stop id) is noticed one cycle late too; the tokens of that cycle are
 dropped. Without CUDA graphs the same code runs, and the host launches each operator.
 
-Shapes: B batch, X numbers of a cycle.
+Shapes: B batch, S cache positions.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -22,8 +22,7 @@ from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.selected import SelectedCache
-from longtrain.decoding.decode_step import COPIED, CycleState, DecodeStep
-from longtrain.decoding.output import Emitted
+from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.roles import TreeShape
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ class Cycles:
         self, decode_step: DecodeStep, *, captured: bool, pool: Callable[[], Pool | None] = lambda: None
     ) -> None:
         self.decode_step, self._captured, self._pool = decode_step, captured, pool
+        self._work: Callable[[], None] = decode_step
         self._graph: Any = None
         self._tensors: list[Tensor] = []
         self._addresses: list[Hashable] = []
@@ -74,11 +74,11 @@ class Cycles:
         if self._captured and self._ran and self._graph is None and has_graphs(device):
             started_s = time.perf_counter()
             self.decode_step.cache.foresee(0)  # offloads layers if needed; a recording cannot
-            self._graph = record(self.decode_step, device, self._pool())
+            self._graph = record(self._work, device, self._pool())
             self._counted = True  # recording runs the Python code of a cycle, host counters included
             self._tensors = _persistent_tensors(self.decode_step)
             self._addresses = _addresses_of(self._tensors)
-            self.capture_s = time.perf_counter() - started_s
+            self.capture_s += time.perf_counter() - started_s
         return self._ran
 
     def run(self) -> None:
@@ -101,6 +101,56 @@ class Cycles:
     def holds(self, decode_step: DecodeStep) -> bool:
         """True if the graph can be replayed for this step: its tensors are at the recorded addresses."""
         return self._graph is not None and self._addresses == _addresses_of(_persistent_tensors(decode_step))
+
+
+class CutCycles(Cycles):
+    """Cycles of a draft that cuts its trees: a graph drafts, and one for each number of nodes does the rest.
+
+    The host reads that number between the two. The first run with a number compiles kernels, the second one
+    is recorded.
+
+    Args:
+        decode_step: a cycle.
+        pool: as for `Cycles`.
+    """
+
+    def __init__(self, decode_step: DecodeStep, *, pool: Callable[[], Pool | None] = lambda: None) -> None:
+        super().__init__(decode_step, captured=True, pool=pool)
+        self._work = self._draft
+        self._rests: dict[int, Any] = {}
+        """By the number of nodes: their graph, or None after the first run."""
+
+    def _draft(self) -> None:
+        """Draft; the trees stay where a graph has put them."""
+        self._drafted = self.decode_step.draft_trees()
+
+    def run(self) -> None:
+        """Run the next cycle."""
+        self.prepare()
+        step = self.decode_step
+        if self._graph is None:
+            self._draft()
+        else:
+            self._graph.replay()
+        tree, left = self._drafted
+        assert left is not None
+        nodes = int(left)
+        rest = self._rests.get(nodes)
+        if rest is not None:
+            step.cache.foresee(step.shape.depth + 1)
+            rest.replay()
+        else:
+            started_s, work = time.perf_counter(), partial(step.finish, tree.first(nodes))
+            if self._graph is None or nodes not in self._rests:
+                self._rests[nodes] = None
+                work()
+            else:
+                step.cache.foresee(0)
+                self._rests[nodes] = rest = record(work, step.target.device, self.pool)
+                rest.replay()
+            if has_graphs(step.target.device):
+                self.capture_s += time.perf_counter() - started_s
+        self._ran = True
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -188,7 +238,7 @@ class ShapeCycles:
             cycles = self._made[key] = self._make(shape, drafts)
         known_s = cycles.capture_s
         ripe = cycles.prepare()
-        self.capture_s += cycles.capture_s - known_s
+        prepared_s = cycles.capture_s
         compiles = not ripe and has_graphs(self._device)
         stopwatch = Stopwatch(self._device) if timed and not compiles else None
         started_s = time.perf_counter()
@@ -196,7 +246,11 @@ class ShapeCycles:
         if stopwatch is not None:
             stopwatch.stop()
         if compiles and cycles.late:
-            self.capture_s += time.perf_counter() - started_s
+            self.capture_s += time.perf_counter() - started_s + prepared_s - known_s
+        else:
+            self.capture_s += cycles.capture_s - known_s
+        if cycles.capture_s > prepared_s:
+            stopwatch = None
         if not ripe:  # a draft may have allocated larger buffers
             self._drop_unsound()
         return cycles.decode_step.news_BX, stopwatch
@@ -272,7 +326,11 @@ class CaptureBuffers:
         """
         found = self._cycles.get(key)
         if found is None or not found.holds(decode_step):
-            found = self._cycles[key] = Cycles(decode_step, captured=True, pool=self._pool)
+            if decode_step.cuts:
+                found = CutCycles(decode_step, pool=self._pool)
+            else:
+                found = Cycles(decode_step, captured=True, pool=self._pool)
+            self._cycles[key] = found
         return found
 
     def _pool(self) -> Pool | None:
@@ -294,43 +352,6 @@ class CaptureBuffers:
         return self.arena
 
 
-class TokenTransfer:
-    """Copies the tokens of cycles to the host without blocking.
-
-    Args:
-        late: number of cycles that tokens are read late.
-    """
-
-    def __init__(self, late: int) -> None:
-        self._late = late
-        self._sent: deque[Callable[[], list[list[int]]]] = deque()
-
-    def send(self, news_BX: Tensor) -> None:
-        """Start the copy of the tokens of the cycle just launched (`DecodeStep.news_BX`)."""
-        if not self._late or not news_BX.is_cuda:
-            tokens = news_BX.tolist()
-            self._sent.append(lambda: tokens)
-            return
-        copy = torch.empty(news_BX.shape, dtype=news_BX.dtype, pin_memory=True)
-        copy.copy_(news_BX, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(news_BX.device))
-
-        def read() -> list[list[int]]:
-            arrived.synchronize()
-            return copy.tolist()
-
-        self._sent.append(read)
-
-    def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
-        """Yield each sequence's tokens, cycle by cycle, but those of the last `late` cycles unless `rest`."""
-        while len(self._sent) > (0 if rest else self._late):
-            yield [
-                Emitted(row[2 : 2 + row[0]], row[1] % COPIED, row[1] // COPIED)
-                for row in self._sent.popleft()()
-            ]
-
-
 def can_capture(cache: KVCache) -> bool:
     """True if cycles over this cache, or over its entries in an arena, can be captured."""
     return cache.tensors() is not None or movable(cache) is not None
@@ -345,7 +366,7 @@ def _persistent_tensors(decode_step: DecodeStep) -> list[Tensor]:
     """All tensors that live across cycles; the target's weights are represented by two of them."""
     target, texts = decode_step.target, decode_step.texts
     roles = [role.tensors() or () for role in (decode_step.draft, decode_step.selector) if role is not None]
-    weights = [target.head_weight, target.final_norm_weight]
+    weights = [target.head_weight, target.model.model.norm.weight]
     if target.fused is not None:
         weights += target.fused.tensors()
     state = (texts.root_B, texts.left_B, texts.most)

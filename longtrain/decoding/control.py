@@ -24,9 +24,9 @@ from longtrain.decoding.averages import (
     octave_of,
     work_of,
 )
-from longtrain.decoding.captured import ShapeCycles, Stopwatch, TokenTransfer
+from longtrain.decoding.captured import ShapeCycles, Stopwatch
 from longtrain.decoding.decode_step import CycleState
-from longtrain.decoding.output import Output
+from longtrain.decoding.output import Output, TokenTransfer
 from longtrain.decoding.roles import ChildChoice, Draft, TreeShape, completed, usual_children
 from longtrain.errors import ConfigError
 
@@ -118,6 +118,8 @@ class Control:
         planned: most new tokens of a sequence.
         restarts: True for a draft that can be restarted (`Draft.begins_anew`).
         paused: True if the draft has not been started yet.
+        growth: (tokens of a pass of the target, length) -> its time over that of a pass over one token, as
+            expected before it is measured: with experts, a longer draft makes verification read more weights.
 
     Note: QuantSpec searches its draft length for each dataset and model (Appendix G); here none is needed,
         and a text whose predictability changes is followed.
@@ -132,7 +134,10 @@ class Control:
         planned: int = UPFRONT,
         restarts: bool = True,
         paused: bool = False,
+        growth: Callable[[int, int], float] = lambda tokens, length: 1.0,
     ) -> None:
+        self._growth_of = growth
+        self._growth: list[float] = []  # of each shape's verification, in this octave of lengths
         self.shapes, self.costs, self.kind, self.restarts = tuple(shapes), costs, kind, restarts
         self.acceptance, self.budget = Acceptance(), LossBudget(planned, costs)
         self.paused = paused
@@ -270,24 +275,27 @@ class Control:
         if self._octave != octave:
             self._known = [self.costs.of(self.kind, shape, length) for shape in self.shapes]
             self._alone_s = self.costs.of((self.kind, "alone"), self.shapes[0], length)
+            self._growth = [self._growth_of(shape.n_nodes, length) for shape in self.shapes]
             self._octave = octave
 
     def _seconds(self, i: int, plain_s: float) -> float:
-        """Seconds of a shape: measured, or estimated from the measured one with the nearest work. Shapes with
-        the draft tell nothing of look-up alone, and the other way round.
+        """Seconds of a shape: measured; or the expected time of its verification, and of its levels by the
+        measured shape with the nearest work. Shapes with the draft tell nothing of look-up alone, and the
+        other way round.
         """
         known, work = self._known[i], work_of(self.shapes[i])
         if known is not None:
             return known
         level_s = LEVEL_COST * plain_s
-        pairs = zip(self.shapes[1:], self._known[1:], strict=True)
-        alike = [pair for pair in pairs if bool(pair[0].widths) == bool(self.shapes[i].widths)]
-        done = [(work_of(one), cost) for one, cost in alike if cost is not None]
+        verify_s = [plain_s * growth for growth in self._growth]
+        rows = zip(self.shapes[1:], self._known[1:], verify_s[1:], strict=True)
+        alike = [row for row in rows if bool(row[0].widths) == bool(self.shapes[i].widths)]
+        done = [(work_of(one), cost - verified) for one, cost, verified in alike if cost is not None]
         others = [(abs(one - work), one, cost) for one, cost in done]
         if others:
             _, near, cost = min(others)
-            level_s = max(0.0, cost - plain_s) / near
-        return plain_s + work * level_s
+            level_s = max(0.0, cost) / near
+        return verify_s[i] + work * level_s
 
 
 class _Sent(NamedTuple):

@@ -96,6 +96,7 @@ class DecodeStep:
         self.target, self.cache, self.draft = target, cache, draft
         self.shape, self.sampling, self.min_new, self.judge = shape, sampling, min_new, judge
         self.selector = selector
+        self.cuts = bool(shape.depth) and bool(getattr(draft, "cuts", False))
         self.outputs = OutputRequest(logits="all", hidden=Parts(draft=draft, selector=selector).hidden())
         looking = attention_observer(draft)
         self.hook = looking.on_nodes if looking else None
@@ -109,8 +110,25 @@ class DecodeStep:
 
     def __call__(self) -> None:
         """Run the next cycle: select, propose, forward, accept, commit."""
+        tree, left = self.draft_trees()
+        self.finish(tree if left is None else tree.first(int(left)))
+
+    def draft_trees(self) -> tuple[TokenTree, Tensor | None]:
+        """Run the part of a cycle before the target's forward.
+
+        Returns:
+            the trees, and for a draft that cuts them the number of first nodes that any sequence still has.
+        """
         self.select()
         tree = self.propose()
+        if not self.cuts:
+            return tree, None
+        node_N = torch.arange(1, tree.tokens_BN.shape[1] + 1, device=self.root_B.device)
+        left_BN = node_N * ((tree.parents_BN >= 0) & (self.left_B > 0)[:, None])
+        return tree, left_BN.amax().clamp(min=1)
+
+    def finish(self, tree: TokenTree) -> None:
+        """Run the rest of a cycle."""
         step = self.forward(tree)
         verdict = self.accept(tree, step)
         self.commit(tree, step, verdict)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
+from longtrain.costs.model import Sizes, pass_growth
 from longtrain.decoding.averages import Costs
 from longtrain.decoding.captured import (
     CaptureBuffers,
@@ -89,6 +91,7 @@ class Engine:
     Raises:
         ConflictError: `parts` has an evictor and a cache of its own or a selector, or a selector and a cache
             that cannot read selected entries.
+        TargetMismatchError: the target has sliding windows, and `parts` a cache or a selector without.
     """
 
     def __init__(
@@ -116,6 +119,11 @@ class Engine:
                 f"parts '{self.parts.name}' evict entries ({self.parts.evictor.name}) and select among all "
                 f"({self.parts.selector.name}); leave one out"
             )
+
+        if self.parts.cache is not None:
+            target.info.require_full_layers(f"the cache of parts '{self.parts.name}'")
+        if self.parts.selector is not None and not target.info.full_layers:
+            target.info.require_full_layers(f"selection of KV entries ({self.parts.selector.name})")
 
     @torch.no_grad()
     def generate(
@@ -247,9 +255,9 @@ class Engine:
         cycles = ShapeCycles(cycles_of, target.device)
         # again: cycles are not captured where this call's cache does not allow it (`_usable`)
         kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
-        control = Control(
-            shapes, self.costs, kind, planned=max_new_tokens, restarts=restarts, paused=starts_later
-        )
+        how: dict[str, Any] = {"planned": max_new_tokens, "restarts": restarts, "paused": starts_later}
+        how["growth"] = partial(pass_growth, Sizes.of(target.info), len(prompts))
+        control = Control(shapes, self.costs, kind, **how)
         if watch is not None and len(shapes) > 1 and draft is self.parts.draft:
             control.learn_start(watch.seconds(), read_tokens)
         late = int(buffers is not None)

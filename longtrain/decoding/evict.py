@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.cache.dense import DenseCache
     from longtrain.cache.thinning import ThinningCache
+    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
 
@@ -74,7 +75,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Keep:
-    """KV entries of the prompt that remain, for every layer, sequence and KV head.
+    """KV entries of the prompt that remain, for every layer that sees the whole text, sequence and KV head.
 
     Args:
         idx_LBGK: positions, int64 on the device, the first `n` of each ascending, then 0.
@@ -173,6 +174,11 @@ class PromptRun:
     logits_BV: Tensor | None = None
     sequence_ids: Sequence[int] | None = None
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers whose entries may be evicted: those that see the whole text. Scores are of these (L)."""
+        return self.target.info.full_layers
+
     def follow(self, tokens: Sequence[Sequence[int]], hook: AttentionHook) -> None:
         """Run more tokens after each prompt (teacher-forced, right-padded) without committing them.
 
@@ -194,8 +200,9 @@ class PromptRun:
         ids_BT = torch.tensor([[*one, *[0] * (T - len(one))] for one in tokens])
         pos_BT = self.n_B[:, None] + torch.arange(T, device=self.n_B.device)
         batch = TokenBatch(pos_BT, ids_BT.to(self.n_B.device, non_blocking=True))
+        seen = on_layers(hook, self.target.info)
         self.target.forward(
-            batch, self.cache, outputs=OutputRequest("none"), hook=hook
+            batch, self.cache, outputs=OutputRequest("none"), hook=seen
         )  # not committed: the next step overwrites it
         _count(hook, counts)
 
@@ -221,6 +228,7 @@ class PromptRun:
             ConfigError: the cache has no room for so many tokens (`Evictor.extra_tokens`).
         """
         cache: KVCache = self.cache
+        seen = on_layers(hook, self.target.info)
         if keep is not None:
             cache = compact(self.cache, keep, self.lengths, room=n_tokens)
         sampling = sampling or Sampling()
@@ -238,7 +246,7 @@ class PromptRun:
             if hook is None and (len(steps_BT) == n_tokens or all(over for _, over in texts)):
                 break
             batch = TokenBatch(pos_B[:, None], steps_BT[-1][:, None])
-            step = self.target.forward(batch, cache, outputs=OutputRequest("last"), hook=hook)
+            step = self.target.forward(batch, cache, outputs=OutputRequest("last"), hook=seen)
             cache.commit(None, one_B)
             if len(steps_BT) == n_tokens or all(over for _, over in texts):
                 break
@@ -251,6 +259,31 @@ class PromptRun:
             self.cache.rewind(self.lengths)
         _count(hook, [len(text) for text, _ in texts])
         return [text for text, _ in texts]
+
+
+def on_layers(hook: AttentionHook | None, info: TargetInfo) -> AttentionHook | None:
+    """Return a hook that passes on what the layers without a window show."""
+    return hook if hook is None or not any(info.windows) else _OnLayers(hook, info.full_layers)
+
+
+class _OnLayers:
+    """See `on_layers`."""
+
+    def __init__(self, hook: AttentionHook, layers: Sequence[int]) -> None:
+        self._hook, self._layers = hook, layers
+        self._look = getattr(hook, "see_inputs", None)
+        if self._look is None:
+            self.see_inputs = None  # type: ignore[assignment, method-assign]
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Pass on one layer's queries, keys and values."""
+        if layer in self._layers:
+            self._hook(layer, q_BHTD, k_BGTD, v_BGTD)
+
+    def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
+        """Pass on the input of one layer's attention."""
+        if layer in self._layers and self._look is not None:
+            self._look(layer, x_BTE)
 
 
 _READ = 8

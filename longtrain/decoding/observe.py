@@ -167,14 +167,15 @@ def observed(
     spans, longest = observers.spans(), max(run.lengths)
     shape = (len(run.lengths), info.n_kv_heads, longest)
     found = []
-    for layer in range(info.n_layers):
+    for layer in run.layers:
         if not spans:
             found.append(torch.zeros(shape, device=run.tokens_BS.device))
             continue
         k_BTGD = run.cache.prefix(layer)[0][:, :longest]
         q_NHD, own_k_NGD = observers.layer(layer)
         scale = info.head_dim**-0.5
-        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+        sinks_H = run.target.sinks(layer)
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale, sinks_H=sinks_H)
         s_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
         found.append(reduce_heads(s_BHT, info.n_kv_heads, heads))
     return torch.stack(found)

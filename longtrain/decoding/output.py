@@ -1,11 +1,19 @@
-"""Output of decoding on the host: tokens of each sequence, end conditions, and a record of each cycle."""
+"""Output of decoding on the host: the way of new tokens to it, end conditions, and a record of each cycle.
+
+Shapes: B batch, X numbers of a cycle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
+from torch import Tensor
+
+from longtrain.decoding.decode_step import COPIED
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, refusal
@@ -192,3 +200,40 @@ class Output:
         if self.stream is not None:
             self.stream(row, tokens[before:], flags)
         return end - before, why
+
+
+class TokenTransfer:
+    """Copies the tokens of cycles to the host without blocking.
+
+    Args:
+        late: number of cycles that tokens are read late.
+    """
+
+    def __init__(self, late: int) -> None:
+        self._late = late
+        self._sent: deque[Callable[[], list[list[int]]]] = deque()
+
+    def send(self, news_BX: Tensor) -> None:
+        """Start the copy of the tokens of the cycle just launched (`DecodeStep.news_BX`)."""
+        if not self._late or not news_BX.is_cuda:
+            tokens = news_BX.tolist()
+            self._sent.append(lambda: tokens)
+            return
+        copy = torch.empty(news_BX.shape, dtype=news_BX.dtype, pin_memory=True)
+        copy.copy_(news_BX, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(news_BX.device))
+
+        def read() -> list[list[int]]:
+            arrived.synchronize()
+            return copy.tolist()
+
+        self._sent.append(read)
+
+    def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
+        """Yield each sequence's tokens, cycle by cycle, but those of the last `late` cycles unless `rest`."""
+        while len(self._sent) > (0 if rest else self._late):
+            yield [
+                Emitted(row[2 : 2 + row[0]], row[1] % COPIED, row[1] // COPIED)
+                for row in self._sent.popleft()()
+            ]

@@ -16,13 +16,18 @@ from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
-from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
+from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun, on_layers
 from longtrain.decoding.roles import AttentionObserver
+from longtrain.errors import TargetMismatchError
 from longtrain.targets.attention import AttentionHook, Inputs
 from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
 if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
+
+_CLOSE = 1e-6
+"""Relative distance of two scales that are the same."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,9 @@ class Prefilled:
         n_B: number of tokens of each sequence.
         step: logits of each last token; hidden states of all tokens.
         full_bytes: bytes of the cache before eviction, without positions that only the evictor needs (pseudo
-            answers).
-        kept_entries: KV entries of each prompt after eviction, mean over layers and KV heads.
+            answers), and without entries of the prompts before the window of a layer.
+        kept_entries: KV entries of each prompt after eviction, mean over the layers that see the whole text
+            and KV heads.
         forwards: number of target forwards.
         kept: the entries that remain; None: nothing was evicted.
     """
@@ -77,7 +83,12 @@ def prefill(
         attention_observer: a draft that observes the whole prompts and `after`.
         after: tokens that follow each prompt, none empty.
         sequence_ids: ids of the sequences in random draws; None: the indices of the prompts.
+
+    Raises:
+        TargetMismatchError: the target's attention is none whose entries the evictor can choose.
     """
+    if evictor is not None:
+        _check_evictor(evictor, target)
     lengths, device = tuple(map(len, prompts)), target.device
     room = max_new_tokens + (max(map(len, after)) if after else 0)
     extra = evictor.extra_tokens(max(lengths)) if evictor else 0
@@ -85,17 +96,19 @@ def prefill(
     cache = new_cache(len(prompts), max(lengths) + room, nodes + scratch)
     tokens_BS, n_B = pad(prompts, device)
     hook = evictor.hook(lengths) if evictor else None
+    watching = on_layers(hook, target.info)
     looking = attention_observer.prompt_hook(lengths) if attention_observer else None
     pos_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
     outputs = OutputRequest("last", hidden)
     batch = TokenBatch(pos_BS, tokens_BS, n_B=n_B)
-    step = target.forward(batch, cache, outputs=outputs, hook=_both(hook, looking))
+    step = target.forward(batch, cache, outputs=outputs, hook=_both(watching, looking))
     cache.commit(None, n_B)
     full_bytes, kept_entries = cache.bytes(), [float(length) for length in lengths]
     keep: Keep | None = None
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
-        full_bytes -= scratch * (cache.k_LBGSD[..., 0, :].nbytes + cache.v_LBGSD[..., 0, :].nbytes)
+        slot = cache.k_LBGSD[..., 0, :].nbytes + cache.v_LBGSD[..., 0, :].nbytes
+        full_bytes -= scratch * slot + _idle_bytes(target.info, slot, max(lengths))
         logits_BV = step.logits_BTV[:, -1]
         root_B = logits_BV.argmax(-1)
         run = PromptRun(
@@ -108,7 +121,7 @@ def prefill(
                 if isinstance(evictor, GoingOn) and evictor.decoding
                 else compact(run.cache, keep, lengths, room=room + nodes)
             )
-            kept_entries = cache.n_LBG.double().mean((0, 2)).tolist()
+            kept_entries = keep.n_LBG.double().mean((0, 2)).tolist()
         del run, hook  # free the whole cache and the stored queries before anything else is run
     if after is None:
         return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_entries, 1, keep)
@@ -126,6 +139,29 @@ def pad(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, T
     longest = max(map(len, lists))
     padded = [[*one, *[0] * (longest - len(one))] for one in lists]
     return torch.tensor(padded, device=device), torch.tensor([len(one) for one in lists], device=device)
+
+
+def _check_evictor(evictor: Evictor, target: Target) -> None:
+    """Refuse a target whose layers all have a window, or another scale than the evictors' scores.
+
+    Raises:
+        TargetMismatchError: see above.
+    """
+    info = target.info
+    if not info.full_layers:
+        info.require_full_layers(f"eviction ({evictor.name})")
+    if isinstance(evictor, GoingOn) and evictor.decoding:
+        info.require_full_layers("eviction during decoding")
+    if abs(target.scaling(0) * info.head_dim**0.5 - 1) > _CLOSE:
+        raise TargetMismatchError(
+            f"eviction ({evictor.name}) scores entries at the scale head_dim ** -0.5, and target {info.name} "
+            f"has the scale {target.scaling(0):.4g} with heads of {info.head_dim}; leave it out"
+        )
+
+
+def _idle_bytes(info: TargetInfo, slot: int, tokens: int) -> int:
+    """Bytes of the prompts' entries that no later token sees; `slot`: bytes of a position of all layers."""
+    return round(slot * (tokens - info.entries(tokens) / info.n_layers))
 
 
 def _both(one: AttentionHook | None, other: AttentionHook | None) -> AttentionHook | None:

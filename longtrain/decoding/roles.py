@@ -119,6 +119,27 @@ class TokenTree:
     copied_B1: Tensor | None = None
     score_BN: Tensor | None = None
 
+    def cut(self, keep_BN: Tensor) -> TokenTree:
+        """The tree without some nodes and what is below them: they keep their places and are never accepted.
+
+        Args:
+            keep_BN: True for nodes that stay. For sampled children it must not depend on a node's own token,
+                nor on any that was drawn after it.
+        """
+        return replace(self, parents_BN=self.parents_BN.where(keep_BN, -1))
+
+    def first(self, nodes: int) -> TokenTree:
+        """The tree of its first nodes, of which none is copied."""
+        q_BNV, score_BN = (None if x is None else x[:, :nodes] for x in (self.q_BNV, self.score_BN))
+        return TokenTree(
+            self.tokens_BN[:, :nodes],
+            self.parents_BN[:, :nodes],
+            self.depth_N[..., :nodes],
+            self.children,
+            q_BNV,
+            score_BN=score_BN,
+        )
+
     @property
     def first_copied(self) -> int:
         """Index of the first copied node; the number of nodes if there is none."""
@@ -161,6 +182,9 @@ class Draft(Protocol):
     draft that does nothing else, whose start takes next to no time.
     `cannot_gain(batch, tokens)` says why drafts for so many texts of at most so many tokens cannot be faster
     than plain decoding, as one line; empty: they can. `decode.shape=auto` then leaves the draft out.
+    `cuts = True`: some nodes of its trees may be left out (`TokenTree.cut`). Nodes after the last one that
+    any sequence has are not verified; the host reads their number in every cycle. Look-up is not joined to
+    such a draft.
     """
 
     outputs: OutputRequest

@@ -81,6 +81,7 @@ def recall(
         `overlap` and `oracle_overlap`: share of a set's entries that were also in the previous choice;
         `lru_overlap`: share that an LRU buffer of twice the set's size would hold.
     """
+    target.info.require_full_layers("the recall of selected entries")
     told = copy.copy(selector)
     told.budget = replace(selector.budget, dense_layers=tuple(range(target.info.n_layers)))
     read = read_contexts(target, Parts(selector=told, name=told.name), prompts, scored=given)

@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from longtrain.errors import DataError, TargetMismatchError
 from longtrain.features.forms import Features, Form
@@ -100,9 +99,7 @@ def take(
         _check(document, target, layers)
         last_TE = document.last_TE.to(target.device, target.dtype)
         if not document.normed:
-            last_TE = rms_norm(
-                last_TE, last_TE.shape[-1:], target.final_norm_weight, target.info.rms_norm_eps
-            )
+            last_TE = target.final_norm(last_TE)
         hidden = {layer: document.layers_TLE[:, at] for at, layer in enumerate(layers)}
         stored = form.stored(Features({**hidden, -1: last_TE}))
         key = row_key(document.ids_T, asked)

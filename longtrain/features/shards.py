@@ -138,6 +138,17 @@ class FeatureFiles:
             self._sound.add(key)
         return stored
 
+    def remedy(self, *, setup: bool = False) -> str:
+        """Say what helps if a document is missing, or with `setup` a pass that is none of a batch."""
+        return (
+            "fill them with the same settings and features=fill (documents that data.stages cut must be cut "
+            "alike: recut: false)"
+        )
+
+    def near(self, ids_T: Tensor) -> str:
+        """Say what is stored in place of a missing document, in words; here nothing is known."""
+        return ""
+
     def add(self, key: str, stored: Stored, *, kind: str, outputs: str, name: str) -> None:
         """Buffer a document's features; the next `flush` writes them to disk.
 

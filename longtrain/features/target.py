@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from longtrain.errors import ConfigError, DataError
 from longtrain.features.forms import Features, Form, Stored
 from longtrain.features.shards import FeatureFiles, key_of
-from longtrain.layers import apply_rope
+from longtrain.kernels.fused_layer import rotated
 from longtrain.losses import top_tokens
 from longtrain.targets.step import OutputRequest, PackedStep
 
@@ -101,8 +101,12 @@ class StoredTarget:
             self._check(asked)
         stored = self._row(ids_T, pos_T, bounds, outputs, form, asked)
         features = form.features(stored, self.real.dtype)
-        rope = tuple(part[0] for part in self.real.rope(pos_T[None]))
-        kv = {layer: (apply_rope(k_TGD, rope), v_TGD) for layer, (k_TGD, v_TGD) in features.kv.items()}  # type: ignore[arg-type]
+        cos_BTD, sin_BTD = self.real.rope(pos_T[None])
+        rope, neighbours = (cos_BTD[0], sin_BTD[0]), self.real.family.neighbours
+        kv = {
+            layer: (rotated(k_TGD, rope, neighbours=neighbours), v_TGD)
+            for layer, (k_TGD, v_TGD) in features.kv.items()
+        }
         return PackedStep(features.hidden, kv, features.top)
 
     def _aside(
@@ -112,7 +116,7 @@ class StoredTarget:
         if not self.compute:
             raise ConfigError(
                 f"this method asks the target itself for {in_words(outputs)}, beside what is stored "
-                f"({self._want}), and features=offline loads no layers; switch that measurement off (a "
+                f"({self._want}), and no layers are loaded (features=offline or engine); switch it off (a "
                 "guard_every of 0, say) or pass features=fill"
             )
         return self.real.packed(ids_T, pos_T, bounds, outputs)
@@ -170,7 +174,7 @@ class StoredTarget:
         batch, spans = self._batch, [(a, b) for a, b in pairwise(bounds) if b > a]
         if batch is None or tuple(batch.bounds) != tuple(bounds):
             return set(spans)
-        mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+        mask_T = batch.host_labels
         kept = {(a, b) for a, b in spans if bool(mask_T[a:b].any())}
         return kept or set(spans[:1])  # a sequence without labels still needs tensors
 
@@ -205,10 +209,8 @@ class StoredTarget:
         what = (
             f"document {self._name(span, spans)} of {b - a} tokens" if self._batch else "a pass of its setup"
         )
-        return DataError(
-            f"features in {self.features.folder} lack {what} ({asked}); fill them with the same settings and "
-            "features=fill (documents that data.stages cut must be cut alike: recut: false)"
-        )
+        remedy = self.features.remedy(setup=self._batch is None)
+        return DataError(f"features in {self.features.folder} lack {what} ({asked}); {remedy}")
 
 
 def row_key(ids_T: Tensor, asked: str) -> str:

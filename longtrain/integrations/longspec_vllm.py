@@ -67,6 +67,16 @@ class LongSpecProposer:
         manifest = json.loads((Path(folder) / "longtrain.json").read_text(encoding="utf-8"))
         if manifest["method"] != "longspec":
             raise ValueError(f"{folder} holds an artifact of method '{manifest['method']}', not 'longspec'")
+        if manifest["target"].get("layers"):
+            raise ValueError(
+                "the draft is for a target with sliding windows, which this plugin does not read"
+            )
+        rope = manifest["target"].get("rope") or {}
+        if parts := [key for key in ("partial_rotary_factor", "neighbours") if rope.get(key)]:
+            raise ValueError(
+                f"the draft rotates heads as its target does ({parts[0]}={rope[parts[0]]}), and this plugin "
+                "rotates whole heads, halves paired"
+            )
         parallel = vllm_config.parallel_config
         if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
             raise ValueError("a LongSpec draft reads all heads of a layer; no tensor or pipeline parallelism")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from longtrain import methods, provenance
 from longtrain.assets import artifact_kind
 from longtrain.data.packing.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, first_line
+from longtrain.features.settings import FeatureSettings
 from longtrain.files import read_json, read_sealed
 from longtrain.former_names import with_new_names
 from longtrain.jobs.exporting import formats, push
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longtrain.artifact import Artifact
+    from longtrain.artifact.golden import States
     from longtrain.config import RunConfig
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
+    from longtrain.targets.step import OutputRequest
     from longtrain.training.checkpoint import Saved
 
 log = get_logger(__name__)
@@ -53,6 +56,7 @@ class _Settings:
 
     method: _Named
     target: _Placed | None = None
+    features: FeatureSettings = FeatureSettings()
 
 
 def run(cfg: RunConfig) -> None:
@@ -110,8 +114,16 @@ def run(cfg: RunConfig) -> None:
         artifact_kind(place).refuse_other(place)
     if form is not None and single:
         formats.check(spec.name, form, config, None)
+    keeping = from_file(_Settings, settings).features
+    if keeping.mode == "engine" and cfg.features.mode == "engine":
+        keeping = dataclasses.replace(keeping, folder=cfg.features.folder)
+    keeping.check_states()
     target = load_target(
-        cfg.target, seed=cfg.seed, path=(settings.get("target") or {}).get("path"), fuse=False
+        cfg.target,
+        seed=cfg.seed,
+        path=(settings.get("target") or {}).get("path"),
+        fuse=False,
+        layers=keeping.mode != "engine",
     )
     _same_target(saved, target)
     if form is not None and single:
@@ -121,7 +133,13 @@ def run(cfg: RunConfig) -> None:
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     facts["target_license"] = licence_of(str(target.info.name))
     if spec.members is None:
-        artifact = _write(cfg, spec, config, module, target=target, folder=folder, facts=facts)
+        states = None
+        if keeping.mode == "engine":
+            from longtrain.features.engine import EngineStates
+
+            states = EngineStates(Path(str(keeping.folder)), target, keeping.layer_ids).example
+            facts["states"] = "engine"
+        artifact = _write(cfg, spec, config, module, target=target, folder=folder, facts=facts, states=states)
         _refuse_unverified(cfg, [artifact])
         if form is not None:
             formats.write(cfg, form, str(folder), target=target)
@@ -155,6 +173,7 @@ def _write(
     target: Target,
     folder: Path,
     facts: dict[str, Any],
+    states: Callable[[OutputRequest, int], States] | None = None,
 ) -> Artifact:
     """Write a module as an artifact with a card of its run's results, read it back and compare.
 
@@ -167,8 +186,11 @@ def _write(
     from longtrain.artifact import Artifact
     from longtrain.jobs.exporting.evidence import gather
 
-    log.info("recording golden outputs of %s with the target, and comparing it with them", spec.name)
-    made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
+    by = "the target" if states is None else "an engine's states, and no target"
+    log.info("recording golden outputs of %s with %s, and comparing it with them", spec.name, by)
+    made = Artifact.from_module(
+        spec.name, config, module=module, target=target, provenance=facts, states=states
+    )
     made = dataclasses.replace(made, lenient=True)
     compare(spec, config, module, target=target, artifact=made)
     made.save(folder)
@@ -277,7 +299,7 @@ def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:
 
 def _same_target(saved: Saved, target: Target) -> None:
     """Check that the target has the weights and the tokenizer that the checkpoint was trained on."""
-    for key, found in (("weights", target.info.weights_hash), ("tokenizer", target.info.tokenizer_hash)):
+    for key, found in (("weights", target.info.known_weights), ("tokenizer", target.info.tokenizer_hash)):
         trained_on = saved.facts.get(f"target.{key}")
         if found and trained_on and found != trained_on:
             raise ArtifactError(

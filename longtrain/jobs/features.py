@@ -39,11 +39,12 @@ def check_filled(settings: FeatureSettings) -> None:
     """Refuse to read features from a folder without features.
 
     Raises:
-        ConfigError: features=offline, and the folder has no features.
+        ConfigError: features=offline or engine, and the folder has none.
         DataError: the folder's description of its target and data is damaged.
     """
     from longtrain.features import identity
 
+    settings.check_states()
     if settings.mode == "offline" and identity.read(Path(str(settings.folder))) is None:
         raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
 
@@ -60,7 +61,7 @@ def load_for_training(asked: TargetConfig, settings: FeatureSettings, *, seed: i
     Raises:
         ConfigError: no target is chosen, or no features are stored.
     """
-    offline = settings.mode == "offline" and bool(asked.path)
+    offline = settings.without_layers and bool(asked.path)
     if offline:
         check_filled(settings)
     return load_target(asked, seed=seed, device=device, fuse=not offline, training=True, layers=not offline)
@@ -80,9 +81,12 @@ class Stored:
 
     @property
     def lean(self) -> str | None:
-        """The storage form if it is less precise than bf16, and so changes what is trained on, else None."""
+        """The source of features if it changes what is trained on: an engine, or a form coarser than bf16."""
+        from longtrain.features.engine import EngineStates
         from longtrain.features.forms import Form
 
+        if isinstance(self.shards, EngineStates):
+            return "features=engine"
         return None if self.shards is None or self.target.form == Form() else str(self.target.form)
 
     def follow(self, objective: Objective) -> None:
@@ -91,10 +95,15 @@ class Stored:
 
         Raises:
             ConfigError: only the most likely tokens are stored and the objective reads hidden states; or it
-                runs the target, whose layers are not loaded.
+                runs the target, whose layers are not loaded; or see `EngineStates.expect`.
+            DataError: a file of an engine is damaged, or of another form.
         """
+        from longtrain.features.engine import EngineStates
+
         if self.shards is None:
             return
+        if isinstance(self.shards, EngineStates):
+            self.shards.expect(objective.outputs)
         top_k = self.target.form.top_k
         if top_k and not objective.reads_top_tokens:
             raise ConfigError(
@@ -140,10 +149,15 @@ def stored(
     if settings.mode == "online" or target is None:
         return Stored(target)
     from longtrain.features import identity
+    from longtrain.features.engine import EngineStates
+    from longtrain.features.forms import Form
     from longtrain.features.shards import MIB, FeatureFiles
     from longtrain.features.target import StoredTarget
 
     folder, fill = Path(str(settings.folder)), settings.mode == "fill"
+    if settings.mode == "engine":
+        states = EngineStates(folder, target, settings.layer_ids)
+        return Stored(StoredTarget(target, states, Form(), compute=False), states)
     there, form = identity.read(folder), form_of(settings)
     name, rows = data
     mine = identity.Identity(
@@ -193,6 +207,7 @@ def check_stored(kept: Stored, data: Any, *, steps: int, validates: bool) -> Non
     import numpy as np
     import torch
 
+    from longtrain.features.engine import EngineStates
     from longtrain.features.target import row_key
 
     plan = data.plan
@@ -201,14 +216,19 @@ def check_stored(kept: Stored, data: Any, *, steps: int, validates: bool) -> Non
         spans.append(data.val_plan.pieces)
     pieces = {(a, n): doc for one in spans for a, n, doc in zip(one.start, one.length, one.doc, strict=True)}
     (asked,) = wants
-    missing = []
+    missing, first_T = [], None
     for (start, length), doc in pieces.items():
         ids_T = torch.from_numpy(data.data.ids[start : start + length].astype(np.int64))
-        if row_key(ids_T, asked) not in kept.shards:
+        key = row_key(ids_T, asked)
+        if key not in kept.shards:
+            first_T = ids_T if first_T is None else first_T
             missing.append(f"of document {data.data.names[doc]} ({length} tokens)")
-    if missing:
+        elif isinstance(kept.shards, EngineStates):
+            mask_T = torch.from_numpy(data.data.mask[start : start + length].astype(bool))
+            kept.shards.check_mask(key, mask_T, data.data.names[doc])
+    if first_T is not None:
+        near = kept.shards.near(first_T)
         raise DataError(
             f"features in {kept.shards.folder} lack {len(missing)} of {len(pieces)} pieces of documents, the "
-            f"first {missing[0]}; fill them with the same settings and features=fill (and recut: false in "
-            "data.stages, so that each epoch cuts documents alike)"
+            f"first {missing[0]}{near and f' ({near})'}; {kept.shards.remedy()}"
         )

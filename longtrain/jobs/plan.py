@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from longtrain.cache.entry_sets import ReadBudget
     from longtrain.config import RunConfig
     from longtrain.costs.method import CycleCost
+    from longtrain.costs.model import Sizes
     from longtrain.methods.spec import MethodSpec
 
+PASSES = (1, 2, 4, 8, 16, 64)
+"""Tokens of a pass, such as a root with the drafted tokens that are verified, in the line on experts."""
 CHAIN = (1, 1, 1, 1)
 """Drafted tokens of a cycle if `decode.shape` names no chain."""
 
@@ -70,7 +73,7 @@ def check(cfg: RunConfig) -> None:
             "target=NAME, with a method if needed"
         )
     hardware.named(cfg.plan.gpu, "gpu")
-    target_shape(cfg.target)
+    target_shape(cfg.target, served=cfg.features.mode != "engine")
 
 
 def facts(plan: RunPlan) -> list[str]:
@@ -80,10 +83,34 @@ def facts(plan: RunPlan) -> list[str]:
     shape = "" if config_file(plan.info.name) else " (by target.shape: no config.json of it is here)"
     given = plan.cfg.target.shape
     name = plan.info.name or (given if isinstance(given, str) else "of the given shape")
+    windows = [window for window in plan.info.windows if window]
+    near = []
+    if windows:
+        near.append(
+            f"windows   {len(windows)} of {plan.info.n_layers} layers see the last {max(windows)} tokens; "
+            "the plain cache holds, and this plan counts, all their entries"
+        )
     return [
         f"target    {name}: {billions:.3g} B weights, {plan.weight_bytes / GIB:.3g} GiB{shape}",
         f"KV cache  {kv / 1024:.4g} KiB a token; {kv * plan.info.max_positions / GIB:.3g} GiB at its "
         f"{plan.info.max_positions} positions",
+        *near,
+        *_experts(plan.size),
+    ]
+
+
+def _experts(size: Sizes) -> list[str]:
+    """A line on what passes over some tokens read of the experts; nothing without experts."""
+    if (have := size.experts) is None:
+        return []
+    read = ", ".join(
+        f"{tokens}: {have.read(tokens):.3g} (x{size.read(tokens) / size.read(1):.2g})" for tokens in PASSES
+    )
+    return [
+        f"experts   {have.count} in a layer, {have.per_token} a token, which goes through "
+        f"{size.used / 1e9:.3g} B of the layers' weights",
+        "          expected experts of a layer that a pass over some tokens reads (and the weights of "
+        f"all layers, over those that one token reads): {read}",
     ]
 
 

@@ -4,14 +4,19 @@ input changes.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from longtrain import provenance
+from longtrain.data.packing.pack import cut
 from longtrain.data.packing.prepare import LABEL, READ, answer_part, prepare, samples
 from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError
+from longtrain.files import cannot_write
 from longtrain.jobs.setup import load_target
 from longtrain.log import get_logger
 from longtrain.targets.tokenizer import embedded_tokens, read_tokenizer
@@ -34,7 +39,7 @@ NO_TOKENIZER = (
 
 
 def run(cfg: RunConfig) -> None:
-    """Prepare `cfg.data` for the target's tokenizer, and print samples if `cfg.show` is set.
+    """Prepare `cfg.data` for the target's tokenizer; write its rows and print samples if asked.
 
     Raises:
         ConfigError: no data or target is chosen.
@@ -67,6 +72,9 @@ def run(cfg: RunConfig) -> None:
         )
     facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
     provenance.write(cfg.run_dir / "prepare", cfg.values, data=facts)
+    if cfg.prepare.rows is not None:
+        count = write_rows(Prepared.open(folder), config, Path(cfg.prepare.rows).expanduser())
+        log.info("rows=%s documents=%d", cfg.prepare.rows, count)
     show(folder, tokenizer, count=cfg.prepare.show or 0, seed=cfg.seed)
 
 
@@ -120,6 +128,42 @@ def ensure_prepared(
         generate=generate,
         author=author,
     )
+
+
+def write_rows(data: Prepared, config: DataConfig, path: Path) -> int:
+    """Write the pieces of documents that training reads as JSON lines `input_ids`, `loss_mask`; count them.
+
+    The file appears whole or not at all; `prepare-data` of speculators and the adapter `tokenised` read it.
+
+    Raises:
+        ConfigError: a stage cuts documents at other places in each epoch.
+        LongtrainError: the disk is full or not writable.
+    """
+    docs, spans = np.arange(len(data.length)), dict[tuple[int, int], None]()
+    for stage in config.stages:
+        if stage.recut and (data.length > stage.doc_tokens).any():
+            raise ConfigError(
+                f"rows={path}: a stage cuts documents of up to {int(data.length.max())} tokens at other "
+                "places in each epoch; pass recut: false in data.stages, or doc_tokens of that size"
+            )
+        pieces = cut(
+            data, docs, doc_tokens=stage.doc_tokens, phase=0 * docs, min_tokens=config.min_doc_tokens
+        )
+        spans |= dict.fromkeys(zip(pieces.start.tolist(), pieces.length.tolist(), strict=True))
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="ascii") as file:
+            for start, length in spans:
+                here = slice(start, start + length)
+                row = {"input_ids": data.ids[here].tolist(), "loss_mask": data.mask[here].tolist()}
+                file.write(json.dumps(row) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return len(spans)
 
 
 def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:

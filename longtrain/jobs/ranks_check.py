@@ -217,7 +217,8 @@ def _files_here(cfg: RunConfig) -> str:
 
     spec, target = cfg.trained_method.spec, cfg.target
     if spec.export is None:
-        folder_at_hand(target.required_path(), weights=target.weights == "stored")
+        whole = target.weights == "stored" and cfg.features.mode != "engine"
+        folder_at_hand(target.required_path(), weights=whole)
         check_filled(cfg.features)
     if spec.data is not None:
         return "its own"

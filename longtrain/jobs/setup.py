@@ -60,7 +60,7 @@ def load_target(
         layers=layers,
         **asked.overrides,
     )
-    usual = target.device.type == "cuda" and target.shards is None
+    usual = target.device.type == "cuda" and target.shards is None and target.family.fused
     fused = usual if asked.fused == AUTO else asked.fused
     return target.fuse() if fuse and fused else target
 

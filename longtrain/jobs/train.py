@@ -227,7 +227,8 @@ def check(cfg: RunConfig) -> None:
     loggers.check(cfg.loggers)
     plan, asked, spec = RunPlan(cfg), cfg.target, method.spec
     if spec.export is None and asked.path and (file := config_file(asked.path)):
-        check_supported(read_config(file.parent), asked.path, max_positions=asked.max_positions)
+        if cfg.features.mode != "engine":
+            check_supported(read_config(file.parent), asked.path)
         if spec.check_target is not None:
             spec.check_target(method.settings, plan.info)
     if not cfg.dry_run:
@@ -235,7 +236,8 @@ def check(cfg: RunConfig) -> None:
             raise ConfigError(NO_CUDA.format(loop.accelerator))
         return
     if spec.export is None:
-        folder_at_hand(asked.required_path(), weights=asked.weights == "stored")
+        whole = asked.weights == "stored" and cfg.features.mode != "engine"
+        folder_at_hand(asked.required_path(), weights=whole)
         _ = plan.trained  # raises if the module cannot be built
     from longtrain.jobs import ranks_check  # imports torch
 
@@ -372,7 +374,7 @@ def _facts(cfg: RunConfig, method: MethodChoice, info: TargetInfo | None, data: 
         else {
             "name": info.name,
             "shape": [info.n_layers, info.hidden_size, info.vocab_size],
-            "weights": info.weights_hash,
+            "weights": info.known_weights,
             "tokenizer": info.tokenizer_hash,
         }
     )

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
+from longtrain.kernels.devices import kernels_serve
 
 IGNORE = -100
 """Label of a token that is not trained on."""
 
 _BLOCK_BYTES = {"cuda": 2**29, "cpu": 2**25}
+_KERNEL_BYTES = 2**30
+"""Bytes of the logits of a block where kernels read them in their own dtype."""
 
 
 class HeadLoss(NamedTuple):
@@ -63,6 +66,21 @@ def block_rows_of(head_VE: Tensor) -> int:
     """Number of tokens whose two fp32 logits (student and teacher) fit the device's budget."""
     budget = _BLOCK_BYTES.get(head_VE.device.type, _BLOCK_BYTES["cpu"])
     return max(16, budget // (8 * head_VE.shape[0]))
+
+
+def kernel_rows_of(head_VE: Tensor, numbers: int, rows: int) -> int:
+    """Number of rows of a block of a draft's loss: as many as fit the budget, in blocks of about equal size.
+
+    Args:
+        head_VE: the teacher's head.
+        numbers: logits of a row, the teacher's and the draft's, where kernels run.
+        rows: number of all rows.
+    """
+    if not kernels_serve(head_VE):
+        return block_rows_of(head_VE)
+    most = max(16, _KERNEL_BYTES // (numbers * head_VE.element_size()))
+    blocks = max(1, -(-rows // most))
+    return max(1, -(-rows // blocks))
 
 
 def check_rows(hidden_TE: Tensor, head_VE: Tensor, rows_T: Tensor) -> None:

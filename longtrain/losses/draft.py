@@ -23,13 +23,10 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
-from longtrain.kernels.devices import kernels_serve
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
-from longtrain.losses.blocks import HeadLoss, block_rows_of, operands, plain, scaled
+from longtrain.losses.blocks import HeadLoss, kernel_rows_of, operands, plain, scaled
 
 DRAFT_OBJECTIVES = ("kl", "lk", "lk_hybrid", "tv")
-_BLOCK_BYTES = 2**30
-"""Bytes of the logits of a block if the kernels run: the teacher's, and those of all passes."""
 
 
 class DraftTeacher(NamedTuple):
@@ -94,7 +91,8 @@ def fused_draft_loss(
         )
     hidden_WE, head_VE = operands(teacher.hidden_WE.detach(), teacher.head_VE.detach())
     teacher = DraftTeacher(hidden_WE, head_VE, teacher.draft_ids_K)
-    rows = block_rows or _block_rows(teacher, J)
+    numbers = len(head_VE) + (J + 1) * len(teacher.draft_ids_K)
+    rows = block_rows or kernel_rows_of(head_VE, numbers, W)
     settings = (objective, kl_decay, rows)
     return HeadLoss(*_DraftLoss.apply(head_KE, teacher, row_JW, weight_JW, settings, *passes))
 
@@ -159,14 +157,3 @@ class _DraftLoss(torch.autograd.Function):
         J, R = ctx.passes
         passes = [None] * J if hidden_NE is None else hidden_NE[: J * R].split(R)
         return head, None, None, None, None, *passes
-
-
-def _block_rows(teacher: DraftTeacher, passes: int) -> int:
-    """Number of teacher positions of a block: as many as fit the budget, in blocks of about equal size."""
-    head_VE, W = teacher.head_VE, len(teacher.hidden_WE)
-    if not kernels_serve(head_VE):
-        return block_rows_of(head_VE)
-    numbers = len(head_VE) + (passes + 1) * len(teacher.draft_ids_K)
-    most = max(16, _BLOCK_BYTES // (numbers * head_VE.element_size()))
-    blocks = max(1, -(-W // most))
-    return max(1, -(-W // blocks))

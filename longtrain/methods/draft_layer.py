@@ -66,12 +66,29 @@ class JoinedLayer:
     def query(self, normed_NX: Tensor, rope: Rope, into: Slots) -> Tensor:
         """Return rotated queries q_NHD of the self-attention; write keys and values to `into`."""
         norms, eps = head_norms(self.attention)
-        return rotate_heads(self.qkv(normed_NX), rope, self.heads, norms=norms, eps=eps, into=into)[0]
+        return rotate_heads(
+            self.qkv(normed_NX),
+            rope,
+            self.heads,
+            norms=norms,
+            eps=eps,
+            into=into,
+            neighbours=self.attention.neighbours,
+        )[0]
 
     def keep(self, normed_NX: Tensor, rope: Rope, into: Slots) -> None:
         """Write the tokens' keys and values to their cache positions; nothing else is computed."""
         norms, eps = head_norms(self.attention)
-        rotate_heads(self.kv(normed_NX), rope, (0, self.heads[1]), norms=norms, eps=eps, into=into)
+        heads = (0, self.heads[1])
+        rotate_heads(
+            self.kv(normed_NX),
+            rope,
+            heads,
+            norms=norms,
+            eps=eps,
+            into=into,
+            neighbours=self.attention.neighbours,
+        )
 
     def plus_mlp(self, x_NE: Tensor, norm: RMSNorm) -> Tensor:
         """Return `x + MLP(norm(x))`."""

@@ -46,7 +46,7 @@ def draw(config: SetLearning, batch: Batch) -> list[Queries]:
     at twice the number of tokens that are always read, or in short documents at a quarter of the length. The
     draw depends on the batch's seed alone.
     """
-    mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+    mask_T = batch.host_labels
     rng = torch.Generator().manual_seed(batch.seed)
     found = []
     for start, stop in pairwise(batch.bounds):

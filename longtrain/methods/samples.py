@@ -35,7 +35,7 @@ def samples(batch: Batch) -> list[Sample]:
     Raises:
         DataError: a response without a prompt.
     """
-    mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+    mask_T = batch.host_labels
     found = []
     for number, (start, end) in enumerate(pairwise(batch.bounds)):
         labels = mask_T[start:end].nonzero()[:, 0]

@@ -139,7 +139,7 @@ class SetObjective(Objective):
         *held, rows = sums
         metrics = {"loss": (total.detach(), torch.full((), tokens, device=device))}
         metrics |= {name: (value, rows) for name, value in zip(METRICS, held, strict=True)}
-        labels = int((batch.loss_mask_T if batch.host_mask_T is None else batch.host_mask_T).sum())
+        labels = int(batch.host_labels.sum())
         return Loss(total, labels, metrics)
 
     @torch.no_grad()

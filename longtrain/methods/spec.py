@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
+    from longtrain.targets.step import OutputRequest
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,6 +67,9 @@ class Objective(nn.Module):
 
     reads_top_tokens: bool = False
     """True if `PackedStep.top` can replace the LM head's input (stored features may be lean)."""
+
+    outputs: OutputRequest | None = None
+    """What it asks of the target for every batch; None: known only when it runs."""
 
     asks_target: bool = False
     """True if it also measures the target itself while it trains, which stored features cannot replace."""

@@ -178,7 +178,7 @@ def _training(cfg: RunConfig) -> None:
 
 def _begins(cfg: RunConfig) -> None:
     """Check that the artifact or stored features that training starts from exist."""
-    _ = cfg.features
+    cfg.features.check_states()
     if cfg.init:
         _there(cfg, cfg.init)
 

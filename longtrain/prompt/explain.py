@@ -80,6 +80,11 @@ def _in_words(error: BaseException, line: str) -> str:
         return "a file is nested too deeply to be read, or a template calls itself without an end"
     if isinstance(error, UnicodeDecodeError):
         return f"a file is no UTF-8 text ({line}); write it as UTF-8"
+    if line.startswith("Unexpected type for root: NoneType"):
+        return (
+            "a key was typed below one that is null; type the key above both, "
+            "method.members={dspark:{n_layers:2}} for method.members.dspark.n_layers=2"
+        )
     return f"{type(error).__name__}: {_short(line)}"
 
 

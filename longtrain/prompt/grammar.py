@@ -13,6 +13,7 @@ TEXTS = ("prompt",)
 NAMES = (
     "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "compare",
     "stop", "push", "verify", "trained_by", "target.path", "target.chat_template", "features.folder",
+    "features.dump", "rows",
     "data.name", "data.text", "data.conversations", "data.code", "data.books", "data.instruct",
     "suite.data", "suite.text", "suite.home", "suite.haystack", "suite.squad", "suite.hotpotqa",
     "suite.aime24", "suite.documents", "suite.include",
@@ -61,6 +62,12 @@ def in_grammar(word: str, *, sweeps: bool = False) -> str:
     if sweeps:
         return word if STRUCTURE.fullmatch(value) else f"{key}={_each(value)}"
     return f"{key}={_name(value)}"
+
+
+def spelled_out(word: str) -> list[str]:
+    """Return a word, or the two that `features=engine:FOLDER` stands for."""
+    short, _, folder = word.partition("=engine:")
+    return ["features=engine", f"features.folder={folder}"] if short == "features" and folder else [word]
 
 
 def in_list(names: list[str]) -> str:

@@ -230,13 +230,13 @@ class Builder:
 
     def _at_shapes(self, system: System, entry: Entry) -> Iterator[System]:
         """Yield a system with every shape that its draft should have; unchanged if it has no draft."""
-        if system.parts.draft is None:
-            if entry.shapes or entry.auto:
-                raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
-            if entry.lookup == "auto":
-                raise ConfigError(
-                    f"{system.name} has no draft for lookup=auto to join; pass lookup=only, or leave it out"
-                )
+        draft = system.parts.draft
+        if draft is None and (entry.shapes or entry.auto):
+            raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
+        if entry.lookup == "auto" and (draft is None or getattr(draft, "cuts", False)):
+            has = f"{system.name} has {'' if draft is None else 'a draft that cuts its trees, and '}no draft"
+            raise ConfigError(f"{has} for lookup=auto to join; pass lookup=only, or leave it out")
+        if draft is None:
             yield system
             return
         if entry.auto:

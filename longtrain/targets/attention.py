@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from longtrain.cache.base import KVCache, Mask, PrefixOnly
 from longtrain.errors import ConfigError, TargetMismatchError
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
 
 NAME = "longtrain"
 """The `attn_implementation` that a target's model is built with."""
@@ -81,6 +84,8 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     longtrain_pass: Pass | None = None,
     written: bool = False,
     **others: Any,
@@ -96,10 +101,12 @@ def attend(
         value: [B, G, T, D].
         attention_mask: always None.
         scaling: softmax scale; None means D ** -0.5.
+        sliding_window: keys that a token sees, its own included; None: all.
+        s_aux: sink of each query head [H], a score in the softmax's denominator without a value; None: none.
         longtrain_pass: this forward's cache and mask.
         written: True if K and V are in the cache already.
         others: transformers' further keywords. Those of `UNUSED` are ignored; any other that is not None,
-            such as `sliding_window`, `s_aux` (attention sinks) and `softcap`, would change the result.
+            such as `softcap`, would change the result.
 
     Returns:
         The output [B, T, H, D], as transformers expects it, and no weights.
@@ -128,18 +135,39 @@ def attend(
     if layer == longtrain_pass.stop_at_layer:
         raise LeaveEarly
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_BHTD, _lse = cache.attend(layer, query, mask=longtrain_pass.mask, scale=scale)
+    if s_aux is not None:
+        out_BHTD, lse_BHT = cache.attend_lse(
+            layer, query, mask=longtrain_pass.mask, scale=scale, window=sliding_window or 0
+        )
+        out_BHTD = with_sinks(out_BHTD, lse_BHT, s_aux)
+    elif sliding_window is None:
+        out_BHTD, _lse = cache.attend(layer, query, mask=longtrain_pass.mask, scale=scale)
+    else:
+        out_BHTD, _lse = cache.attend_window(
+            layer, query, mask=longtrain_pass.mask, scale=scale, window=sliding_window
+        )
     return out_BHTD.transpose(1, 2), None
 
 
-def without_windows(model: PreTrainedModel) -> None:
-    """Clear the sliding windows of a supported model, which span its whole context (others are refused when a
-    target is loaded), so that `attend` is called without one.
+def with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return attention with a sink in the softmax's denominator, from attention without and its lse.
+
+    out * sum_j exp(s_j) / (sum_j exp(s_j) + exp(sink)) = out * sigmoid(lse - sink), in fp32 or wider. Parts
+    of the attention (prefix and tail, say) are merged before.
     """
+    share_BHT = (lse_BHT - sinks_H.to(lse_BHT.dtype)[:, None]).sigmoid()
+    return (out_BHTD * share_BHT[..., None]).to(out_BHTD.dtype)
+
+
+def without_idle_windows(model: PreTrainedModel, info: TargetInfo) -> None:
+    """Clear sliding windows that span the whole context, so that `attend` is called without one."""
+    if any(info.layer(index).window for index in range(info.n_layers)):
+        return
     if getattr(model.config, "sliding_window", None) is not None:
         model.config.sliding_window = None
     for module in model.modules():
-        if getattr(module, "sliding_window", None) is not None:
+        # Exaone 4 does not rotate in a full layer whose model has windows
+        if getattr(module, "sliding_window", None) is not None and getattr(module, "is_sliding", True):
             module.sliding_window = None  # type: ignore[assignment]
 
 

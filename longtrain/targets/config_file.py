@@ -7,6 +7,7 @@ from typing import Any
 
 from longtrain.errors import ArtifactError, refusal
 from longtrain.files import impossible_number, read_json
+from longtrain.targets.families import refuse_missing
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
@@ -19,6 +20,7 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         ArtifactError: there is none, or it describes no model.
+        TargetMismatchError: transformers cannot read it, and longtrain would not serve the family either.
     """
     from transformers import AutoConfig  # which costs seconds that `read_object` does without
 
@@ -34,6 +36,7 @@ def read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
+        refuse_missing(str(folder), values)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ArtifactError(f"{file} is not a config that transformers can read ({reason})") from error
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.errors import ConfigError
+from longtrain.targets.families import plain_norm
 from longtrain.targets.model import Target
 from longtrain.targets.stored.checkpoint import StoredWeight
-from longtrain.targets.weights import check_shape, random_tensor, refuse_missing, sample
+from longtrain.targets.weights import check_shape, random_tensor, refuse_missing, sample, stored_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,8 @@ class TargetEnds(Target):
         weights: source from which single layers are read, or drawn anew, on request.
     """
 
+    runs = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -56,7 +59,9 @@ class TargetEnds(Target):
         """Return the weights of a decoder layer, read or drawn on the spot."""
         prefix = f"{LAYERS}{layer}."
         return {
-            name.removeprefix(prefix): stored.rows(slice(None)).to(self.device, self.dtype)
+            (leaf := name.removeprefix(prefix)): plain_norm(
+                self.family, leaf, stored.rows(slice(None)).to(self.device, self.dtype)
+            )
             for name, stored in self._weights()
             if name.startswith(prefix)
         }
@@ -79,8 +84,8 @@ class TargetEnds(Target):
 
     def _cannot_run(self) -> ConfigError:
         return ConfigError(
-            f"target {self.info.name} was loaded without its layers (features=offline) and cannot run; pass "
-            "features=online or features=fill"
+            f"target {self.info.name} was loaded without its layers (features=offline or engine) and cannot "
+            "run; pass features=online or features=fill"
         )
 
 
@@ -105,7 +110,7 @@ def assign_ends(
         ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.
         TargetMismatchError: a tensor's shape is not the config's.
     """
-    shapes = {name: param.shape for name, param in model.named_parameters()}
+    shapes = {name: value.shape for name, value in stored_values(model)}
     samples: dict[str, tuple[torch.Size, bytes]] = {}
     for name, stored in weights():
         check_shape(name, stored, shapes)

@@ -1,5 +1,7 @@
 """A target's decoder with one product for q, k, v, one for gate and up, and fused operators between them.
 
+An MLP that is no SwiGLU without biases (experts, another activation) is called as the module that it is.
+
 Built for one model, at run time: no class is patched, and the model's own modules stay. Their weights become
 views of the concatenated ones, so there is no second copy, and code that reads them (LoRA on suffix tokens,
 warm starts) works as before.
@@ -32,9 +34,11 @@ from longtrain.kernels.fused_layer import (
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
 from longtrain.targets.attention import Pass, attend
+from longtrain.targets.families import FUSED
 from longtrain.targets.step import TokenBatch
 
 if TYPE_CHECKING:
+    from longtrain.targets.families import Family
     from longtrain.targets.info import TargetInfo
 
 MLP_NUMBERS = 16384 * 14336
@@ -79,13 +83,20 @@ Product: TypeAlias = Dense | Int4Linear
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The concatenated weights of one decoder layer, and the module they came from."""
+    """The concatenated weights of one decoder layer, and the module they came from.
+
+    Args:
+        module: the layer.
+        qkv: queries, keys and values.
+        out: the attention's output.
+        mlp: gate and up, and down; None: the module's own MLP is called.
+        norms: weights of the norms of query and key heads.
+    """
 
     module: Any
     qkv: Product
     out: Product
-    gate_up: Product
-    down: Product
+    mlp: tuple[Product, Product] | None
     norms: Norms | None
 
 
@@ -95,24 +106,22 @@ class FusedDecoder:
     Args:
         body: the model below the LM head (`LlamaModel` and its like).
         info: the target's shapes.
+        family: what its layers have that differs from Llama's.
 
     Raises:
-        TargetMismatchError: the MLP is not a SwiGLU without biases.
+        TargetMismatchError: the family's layers are not fused.
         ConfigError: some of a layer's q, k and v have a bias and some have none.
     """
 
-    def __init__(self, body: Any, info: TargetInfo) -> None:
-        mlp = body.layers[0].mlp
-        biased = any(one.bias is not None for one in (mlp.gate_proj, mlp.up_proj))
-        if info.hidden_act != "silu" or biased:
+    def __init__(self, body: Any, info: TargetInfo, family: Family) -> None:
+        if not family.fused:
             raise TargetMismatchError(
-                f"target {info.name} has an MLP of activation '{info.hidden_act}'"
-                f"{' with biases' if biased else ''}; fused layers serve silu without biases; "
-                "pass target.fused=false"
+                f"target {info.name} is of the family {info.family}, whose layers are not fused (fused: "
+                f"{', '.join(FUSED)}); pass target.fused=false"
             )
-        self.body, self.info = body, info
+        self.body, self.info, self.family = body, info, family
         with torch.no_grad():
-            self.layers = [_fused(layer) for layer in body.layers]
+            self.layers = [_fused(layer, info) for layer in body.layers]
 
     def __call__(
         self, rows: TokenBatch, one_pass: Pass, wanted: Sequence[int], hidden: dict[int, Tensor]
@@ -122,17 +131,25 @@ class FusedDecoder:
         T, E = rows.pos_BT.shape[1], x_NE.shape[1]
         B = len(x_NE) // T
         heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
-        mlp_rows = max(1, MLP_NUMBERS // self.info.intermediate_size)
         writes = not isinstance(one_pass.mask, PrefixOnly)
         looks = one_pass.inputs
+        before_attention, before_mlp = self.family.norms
         # The norm at the top of each layer is fused with its residual sum: it is the next layer's first norm.
-        above = [*(layer.module.input_layernorm for layer in self.layers[1:]), self.body.norm]
+        above = [*(getattr(layer.module, before_attention) for layer in self.layers[1:]), self.body.norm]
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
             for look in looks:
                 look(index, normed_NE.view(B, T, E))
             into = one_pass.cache.tail_slots(index, T) if writes else None
-            rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps, into=into)
+            rotated = rotate_heads(
+                layer.qkv(normed_NE),
+                rope,
+                heads,
+                norms=layer.norms,
+                eps=eps,
+                into=into,
+                neighbours=self.family.neighbours,
+            )
             q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)
             mixed_BTHD, _ = attend(
                 attention,
@@ -141,25 +158,47 @@ class FusedDecoder:
                 v,
                 None,
                 scaling=attention.scaling,
+                sliding_window=self.info.layer(index).window or None,
+                s_aux=getattr(attention, "sinks", None),
                 longtrain_pass=one_pass,
                 written=into is not None,
             )
-            x_NE, add_NE = _sum(layer.out, mixed_BTHD.reshape(B * T, -1), x_NE)
-            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.post_attention_layernorm.weight, eps)
-            # the MLP in pieces of tokens, to bound its wide activations
-            parts = normed_NE.split(mlp_rows)
-            if len(parts) == 1:
-                x_NE, add_NE = _sum(layer.down, layer.gate_up.swiglu(normed_NE), x_NE)
+            mixed_NX = mixed_BTHD.reshape(B * T, -1)
+            if self.family.after is None:
+                x_NE, add_NE = _sum(layer.out, mixed_NX, x_NE)
             else:
-                add_NE = torch.cat([layer.down(layer.gate_up.swiglu(rows)) for rows in parts])
+                add_NE = self._normed(layer.out(mixed_NX), module, 0)
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, getattr(module, before_mlp).weight, eps)
+            x_NE, add_NE = self._mlp(layer, normed_NE, x_NE)
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, above[index].weight, eps)
             if index in wanted:
                 hidden[index] = x_NE.view(B, T, E)
         return normed_NE.view(B, T, E)
 
+    def _mlp(self, layer: FusedLayer, normed_NE: Tensor, x_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream and the MLP's output still to be added to it, None if it was added."""
+        # in pieces of tokens, to bound its wide activations
+        parts = normed_NE.split(max(1, MLP_NUMBERS // self.info.intermediate_size))
+        if layer.mlp is None:
+            outputs = [mlp_output(layer.module.mlp, rows_NE) for rows_NE in parts]
+        else:
+            gate_up, down = layer.mlp
+            if len(parts) == 1 and self.family.after is None:
+                return _sum(down, gate_up.swiglu(normed_NE), x_NE)
+            outputs = [down(gate_up.swiglu(rows_NE)) for rows_NE in parts]
+        out_NE = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return x_NE, out_NE if self.family.after is None else self._normed(out_NE, layer.module, 1)
+
+    def _normed(self, out_NE: Tensor, module: Any, which: int) -> Tensor:
+        """Return the norm of the output of attention (0) or MLP (1), for families that have one."""
+        assert self.family.after is not None
+        weight = getattr(module, self.family.after[which]).weight
+        return add_rms_norm(out_NE, None, weight, self.info.rms_norm_eps)[1]
+
     def _enter(self, rows: TokenBatch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return embeddings [N, E], the first layer's norm of them, and cos and sin, each [N, D]."""
-        weight, eps = self.layers[0].module.input_layernorm.weight, self.info.rms_norm_eps
+        weight = getattr(self.layers[0].module, self.family.norms[0]).weight
+        eps = self.info.rms_norm_eps
         if rows.embeds_BTE is None:
             assert rows.ids_BT is not None
             at = RowPositions(rows.pos_BT.expand(len(rows.ids_BT), -1))
@@ -195,7 +234,7 @@ class FusedDecoder:
     def undo(self) -> None:
         """Give every module weights of its own again."""
         for layer in self.layers:
-            for linears in _sharing(layer.module):
+            for linears in _sharing(layer.module, self.info):
                 _part(linears)
         self.layers = []
 
@@ -207,22 +246,33 @@ def _sum(product: Product, x_NX: Tensor, residual_NE: Tensor) -> tuple[Tensor, T
     return product(x_NX, residual_NE), None
 
 
-def _fused(module: Any) -> FusedLayer:
+def mlp_output(mlp: Any, rows_NE: Tensor) -> Tensor:
+    """Return the output [N, E] of a layer's MLP; some modules return their experts' weights beside it."""
+    out_BNE = mlp(rows_NE[None])
+    return (out_BNE[0] if isinstance(out_BNE, tuple) else out_BNE)[0]
+
+
+def _fused(module: Any, info: TargetInfo) -> FusedLayer:
     """Concatenate a layer's weights, one group after the other."""
     attention = module.self_attn
-    qkv, gate_up = (_joined(linears) for linears in _sharing(module))
+    qkv, *gate_up = (_joined(linears) for linears in _sharing(module, info))
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    out, down = (
-        one if isinstance(one, Int4Linear) else Dense(one.weight, one.bias)
-        for one in (attention.o_proj, module.mlp.down_proj)
-    )
-    return FusedLayer(module, qkv, out, gate_up, down, norms)
+    mlp = (gate_up[0], _alone(module.mlp.down_proj)) if gate_up else None
+    return FusedLayer(module, qkv, _alone(attention.o_proj), mlp, norms)
 
 
-def _sharing(module: Any) -> list[list[Any]]:
-    """Return the linears of a layer in groups that share an input."""
+def _alone(one: Any) -> Product:
+    """Return a linear that shares its input with no other."""
+    return one if isinstance(one, Int4Linear) else Dense(one.weight, one.bias)
+
+
+def _sharing(module: Any, info: TargetInfo) -> list[list[Any]]:
+    """Return the linears of a layer in groups that share an input; gate and up only of a fused MLP."""
     attention, mlp = module.self_attn, module.mlp
-    return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    gate_up = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
+    swiglu = info.hidden_act == "silu" and all(one is not None and one.bias is None for one in gate_up)
+    return [qkv, gate_up] if swiglu else [qkv]
 
 
 def _joined(linears: Sequence[Any]) -> Product:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtrain.errors import ConflictError
+from longtrain.errors import ConflictError, TargetMismatchError
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.targets.model import Target
 
@@ -22,6 +22,7 @@ class Int4Target(Target):
 
     Raises:
         ConfigError: a layer's input size is no multiple of a group.
+        TargetMismatchError: the target has experts.
 
     Source: QuantSpec §5 (4-bit weights for the draft).
     Note: the authors quantise the MLPs only; at short contexts a step mostly reads weights, so here all
@@ -29,6 +30,12 @@ class Int4Target(Target):
     """
 
     def __init__(self, target: Target, *, group: int) -> None:
+        if target.info.experts:
+            experts = next(name for name, value in target.model.named_parameters() if value.dim() == 3)
+            raise TargetMismatchError(
+                f"target {target.info.name} has experts, stored as one tensor a layer ({experts}), and only "
+                "linear layers get 4-bit weights; pass method.weight_bits=16, or a target without experts"
+            )
         tensors = (*target.model.parameters(), *target.model.buffers())
         model: Any = copy.deepcopy(target.model, {id(tensor): tensor for tensor in tensors})
         with torch.no_grad():

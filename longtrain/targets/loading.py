@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,20 +21,30 @@ from transformers import (
 
 from longtrain.cache.room import GIB, NoRoomError, free_bytes
 from longtrain.costs.footprint import Spread, held, refuse_lack
-from longtrain.costs.model import Sizes
+from longtrain.costs.model import Experts, Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of, source_of
 from longtrain.targets.attention import NAME
 from longtrain.targets.config_file import eos_ids_of, read_config
 from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights
-from longtrain.targets.info import TargetInfo, check_supported, rope_values
-from longtrain.targets.model import Target, rebuild_rotary
+from longtrain.targets.info import TargetInfo, check_supported, geometry
+from longtrain.targets.model import Target
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
 from longtrain.targets.stored.checkpoint import StoredWeights
+from longtrain.targets.stored.foreign import foreign_ends, runs_here
 from longtrain.targets.tokenizer import keep_spaces, legacy_hint, set_chat_template
-from longtrain.targets.weights import assign_weights, draw, gathered, identity, random_weights, sampled
+from longtrain.targets.weights import (
+    assign_weights,
+    draw,
+    gathered,
+    identity,
+    random_weights,
+    rebuild_buffers,
+    sampled,
+    stored_values,
+)
 
 log = get_logger(__name__)
 
@@ -81,7 +91,8 @@ def load_target(
         seed: seed of random weights; they are the same on one kind of device only, sharded or not.
         shard: "fsdp2": split the layers over this machine's ranks (`longtrain.targets.sharded`).
         layers: False reads (or draws) the weights of the layers for the target's hash and keeps none of them;
-            the target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`).
+            the target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`). So may
+            a target of any architecture, or with a part of its files (`longtrain.targets.stored.foreign`).
 
     Raises:
         ConfigError: no such folder, Hub id or chat template, an unknown dtype or device, a target that the
@@ -93,14 +104,22 @@ def load_target(
     dtype = _dtype(dtype, device)
     folder = folder_of(where)
     config = read_config(folder)
-    check_supported(config, str(where), max_positions=max_positions)
+    foreign = False
+    if not layers and weights == "stored":
+        foreign = not runs_here(folder, config)
+    if not foreign:
+        check_supported(config, str(where))
     checkpoint = None
-    if weights == "stored":  # missing weights are told before anything is built
+    if weights == "stored" and not foreign:  # missing weights are told before anything is built
         read_to = device if layers else torch.device("cpu")
         checkpoint = StoredWeights(folder, device=read_to, tied=config.tie_word_embeddings)
         config.tie_word_embeddings = checkpoint.tied
     tokenizer = _tokenizer(folder)
     set_chat_template(tokenizer, chat_template)
+    if foreign:
+        known: dict[str, Any] = {"name": str(where), "tokenizer_hash": _ids_hash(tokenizer)}
+        known |= {"max_positions": max_positions} if max_positions else {}
+        return foreign_ends(folder, config, known, tokenizer=tokenizer, dtype=dtype, device=device)
     model = _without_weights(config, dtype, str(where))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -112,7 +131,7 @@ def load_target(
     samples, stored, source = None, None, cast(Weights, checkpoint and checkpoint.__iter__)
     if not layers:
         if checkpoint is None:
-            shapes = {name: param.shape for name, param in model.named_parameters()}
+            shapes = {name: value.shape for name, value in stored_values(model)}
             source = partial(drawn_weights, shapes, seed, dtype=dtype, device=device)
         samples = assign_ends(model, source, folder, dtype=dtype, device=device)
     elif checkpoint is not None:
@@ -123,13 +142,20 @@ def load_target(
         model.lm_head.weight = model.model.embed_tokens.weight
     if stored is not None:
         samples = gathered(model, stored, shards)
-    rebuild_rotary(model, device)
+    rebuild_buffers(model, device)
     eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
-    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
+    info = describe(
+        model,
+        tokenizer=tokenizer,
+        name=name,
+        eos_ids=eos_ids,
+        max_positions=max_positions,
+        shards=shards,
+        samples=samples,
+    )
     source_said = source_of(folder) if weights == "stored" else {}
-    extra = {"source": source_said} if source_said else {}
-    info = replace(info, max_positions=max_positions or info.max_positions, extra=extra)
+    info = replace(info, extra={"source": source_said} if source_said else {})
     if not layers:
         return TargetEnds(model, info, tokenizer, weights=source)
     if shards is not None:
@@ -175,7 +201,7 @@ def target_from_model(
     """Freeze a CausalLM in memory and route its attention through the hook; the model itself is changed.
 
     Args:
-        model: a Llama, Qwen2, Qwen3 or Mistral CausalLM.
+        model: a CausalLM of a supported family (`families.FAMILIES`).
         tokenizer: its tokenizer, if any.
         name: name of the target.
 
@@ -224,11 +250,11 @@ def random_target(
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    rebuild_rotary(model, device)
+    rebuild_buffers(model, device)
     rng = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
-        for leaf, param in model.named_parameters():
-            draw(leaf, param, rng)
+        for leaf, value in stored_values(model):
+            draw(leaf, value, rng)
     return Target(model, describe(model, tokenizer=None, name=name, eos_ids=eos_ids_of(config, None)))
 
 
@@ -238,14 +264,23 @@ def describe(
     tokenizer: PreTrainedTokenizerBase | None,
     name: str,
     eos_ids: tuple[int, ...],
+    max_positions: int | None = None,
     shards: Shards | None = None,
     samples: Mapping[str, tuple[torch.Size, bytes]] | None = None,
 ) -> TargetInfo:
-    """Return the facts of a model: shapes from its config, the rest from modules and weight samples."""
+    """Return the facts of a model: shapes from its config, the rest from modules and weight samples.
+
+    `max_positions` is the context in tokens if it differs from the config's.
+    """
     if samples is None:
         samples = gathered(model, sampled(model), shards)
     config = model.config
+    context = max_positions or config.max_position_embeddings
     attention = model.model.layers[0].self_attn
+    experts = Experts.of_keys(config.to_dict())
+    rope, layers = geometry(config, attention.head_dim, context)
+    act = getattr(config, "hidden_act", None) or config.hidden_activation
+    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.q_proj
     facts = {
         "family": config.model_type,
         "n_layers": config.num_hidden_layers,
@@ -256,14 +291,17 @@ def describe(
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": float(str(np.float32(config.rms_norm_eps))),  # norms add it in fp32
-        "rope": rope_values(config.rope_parameters or {}),
+        "rope": rope,
         "qk_norm": hasattr(attention, "q_norm"),
-        "attention_bias": attention.q_proj.bias is not None,
-        "hidden_act": "silu" if config.hidden_act == "swish" else config.hidden_act,  # two names of one
+        "attention_bias": projection.bias is not None,
+        "hidden_act": "silu" if act == "swish" else act,  # two names of one
     }
+    if experts is not None:
+        facts["experts"] = asdict(experts)
     return TargetInfo(
         name=name,
-        max_positions=config.max_position_embeddings,
+        max_positions=context,
+        layers=layers,
         eos_ids=eos_ids,
         tokenizer_hash="" if tokenizer is None else _ids_hash(tokenizer),
         weights_hash=identity(samples, facts),

@@ -17,14 +17,18 @@ from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.data.chat.mask import apply_template
-from longtrain.errors import ConfigError, ConflictError, DataError, refusal
+from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.kernels.fused_layer import Rotation
 from longtrain.kernels.small_linear import serves, small_linear
-from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass, without_windows
+from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass, without_idle_windows
+from longtrain.targets.families import Family, family_of, plain_norm
+from longtrain.targets.families.experts import use_experts
 from longtrain.targets.fused import FusedDecoder
+from longtrain.targets.rotary import both_halves
 from longtrain.targets.sharded import Shards, whole
 from longtrain.targets.step import OutputRequest, PackedStep, TargetStep, TokenBatch
 from longtrain.targets.tokenizer import GrowingText, words_of
+from longtrain.targets.weights import rebuild_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +49,9 @@ class Target(nn.Module):
         shards: its layers, if they are split over ranks.
     """
 
+    runs = True
+    """False if it has no layers, so that `forward` and `packed` raise an error."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -57,7 +64,8 @@ class Target(nn.Module):
         self.model: Any = model.requires_grad_(False)
         # a config.json may set these, but nothing here reads such outputs
         model.config.update({"return_dict": True, "output_attentions": False, "output_hidden_states": False})
-        without_windows(model)
+        without_idle_windows(model, info)
+        use_experts(model)
         self.info = info
         self.tokenizer = tokenizer
         self.shards = shards
@@ -70,12 +78,12 @@ class Target(nn.Module):
         return super().train(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
-        """Move and cast without rounding the rotary frequencies, which are recomputed instead."""
+        """Move and cast without rounding the buffers, which are recomputed instead."""
         fused = self.fused is not None
         self.unfuse()  # concatenated weights would be copied once per view
         super()._apply(fn, recurse)
-        if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
-            rebuild_rotary(self.model, self.device)
+        if next(self.model.model.rotary_emb.buffers()).dtype in (torch.bfloat16, torch.float16):
+            rebuild_buffers(self.model, self.device)
         return self.fuse() if fused else self
 
     def fuse(self) -> Target:
@@ -85,7 +93,6 @@ class Target(nn.Module):
         place, a layer at a time; do so before anything stores a reference to them.
 
         Raises:
-            TargetMismatchError: the MLP is not a SwiGLU without biases.
             ConflictError: the layers are split over ranks.
         """
         if self.shards is not None:
@@ -93,7 +100,7 @@ class Target(nn.Module):
                 "target.fused joins the weights of a layer, and target.shard=fsdp2 splits them; leave one out"
             )
         if self.fused is None:
-            self.fused = FusedDecoder(self.model.model, self.info)
+            self.fused = FusedDecoder(self.model.model, self.info, self.family)
         return self
 
     def unfuse(self) -> Target:
@@ -168,17 +175,27 @@ class Target(nn.Module):
 
     @property
     def embed_weight(self) -> Tensor:
-        """The input embeddings [V, E]."""
+        """The input embeddings [V, E], without `embed_scale`."""
         return self.model.model.embed_tokens.weight
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor on the input embeddings before the first layer (Gemma: sqrt(E), rounded to their dtype)."""
+        scale = getattr(self.model.model.embed_tokens, "embed_scale", None)
+        return 1.0 if scale is None else float(torch.tensor(self.info.hidden_size**0.5, dtype=self.dtype))
 
     @property
     def final_norm_weight(self) -> Tensor:
         """Weight [E] of the RMSNorm before the LM head."""
-        return self.model.model.norm.weight
+        return plain_norm(self.family, "norm.weight", self.model.model.norm.weight)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input embeddings [..., E] of token ids [...]."""
         return self.model.model.embed_tokens(ids)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Return the last layer's output [..., E] after the norm before the LM head."""
+        return self.model.model.norm(hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of final normed hidden states [..., E]."""
@@ -188,11 +205,18 @@ class Target(nn.Module):
         return small_linear(rows_NE, self.head_weight).view(*hidden.shape[:-1], -1)
 
     def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return the target's rotary cos and sin [B, T, D] (scaling included), in its dtype or `dtype`."""
+        """Return cos and sin [B, T, R] of `TargetInfo.rope`, scaled, of the R dims of a head that turn."""
         if self.fused is not None and pos_BT.dtype == torch.int64:
             return self.fused.rope(pos_BT, dtype or self.dtype)
-        like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
-        return self.model.model.rotary_emb(like, position_ids=pos_BT)
+        kinds = ("full_attention",) if hasattr(self.model.model.rotary_emb, "layer_types") else ()
+        like = torch.empty(0, device=self.device, dtype=dtype or self.dtype)
+        module = self.model.model.rotary_emb
+        return both_halves(module, *module(like, pos_BT, *kinds))
+
+    @property
+    def family(self) -> Family:
+        """What the layers have that differs from Llama's."""
+        return family_of(self.info.family)
 
     @property
     def rotation(self) -> Rotation:
@@ -200,9 +224,17 @@ class Target(nn.Module):
         return (self.fused and self.fused.angles()) or self.rope
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
-        """Return the weights of a decoder layer by Hugging Face name (`self_attn.q_proj.weight`, ...)."""
+        """Return a layer's weights by Hugging Face name (`self_attn.q_proj.weight`); norms as Llama's."""
         state = self.model.model.layers[layer].state_dict()
-        return {name: whole(weight) for name, weight in state.items()}
+        return {name: plain_norm(self.family, name, whole(weight)) for name, weight in state.items()}
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Return a layer's attention sinks [H] (`attention.with_sinks`); None: it has none."""
+        return getattr(self.model.model.layers[layer].self_attn, "sinks", None)
+
+    def scaling(self, layer: int) -> float:
+        """Return the factor on a layer's attention scores."""
+        return float(self.model.model.layers[layer].self_attn.scaling)
 
     def join_ranks(self) -> None:
         """Help with the forwards of all ranks that share the target until every rank has called this.
@@ -231,6 +263,7 @@ class Target(nn.Module):
             max_nodes=max_nodes,
             device=self.device,
             dtype=self.dtype,
+            windows=info.windows,
         )
 
     def forward(
@@ -250,7 +283,7 @@ class Target(nn.Module):
             ConfigError: logits or late hidden states are requested of a forward that stops early; no such
                 layer.
         """
-        self._check(outputs)
+        outputs.check(self.info.n_layers)
         one_pass = Pass(cache, rows.mask, outputs.stop_at_layer, hook)
         cache.expect(rows.n_B)
         hidden: dict[int, Tensor] = {}
@@ -287,7 +320,7 @@ class Target(nn.Module):
             ConfigError: logits are requested, or outputs beyond the layer to stop at; no such layer.
             DataError: bounds that do not run from 0 to T.
         """
-        self._check(outputs, packed=True)
+        outputs.check(self.info.n_layers, packed=True)
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
             raise DataError(
                 f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
@@ -323,26 +356,6 @@ class Target(nn.Module):
             hidden[-1] = last_BTE
         return last_BTE
 
-    def _check(self, outputs: OutputRequest, *, packed: bool = False) -> None:
-        """Refuse outputs that this target, or this kind of forward, does not have."""
-        n, stop = self.info.n_layers, outputs.stop_at_layer
-        layers = [*outputs.kv, *(layer for layer in outputs.hidden if layer != -1)]
-        late = [layer for layer in outputs.hidden if layer in (-1, stop)] if stop is not None else []
-        if stop is not None:
-            late += [layer for layer in layers if layer > stop]
-            layers.append(stop)
-        if any(not 0 <= layer < n for layer in layers):
-            allowed = f"layers 0..{n - 1} of a target with {n} (hidden: -1 too)"
-        elif stop is not None and (outputs.logits != "none" or late):
-            allowed = f"logits='none', hidden states of layers below {stop}, and K and V up to {stop}"
-        elif packed and outputs.logits != "none":
-            allowed = "logits='none' of a packed row; call Target.head on its hidden[-1]"
-        elif outputs.kv and not packed:
-            allowed = "kv of a packed row only; other forwards write K and V to their cache"
-        else:
-            return
-        raise refusal(ConfigError, f"{outputs}", f"{allowed}")
-
     @contextmanager
     def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:
         """Context manager that records the outputs of these layers in `hidden`."""
@@ -369,24 +382,19 @@ class Target(nn.Module):
         """Context manager that passes each layer's attention input to `looks`."""
 
         def show(layer: int) -> Any:
-            def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            def hook(_module: nn.Module, inputs: tuple[Tensor, ...], keys: dict[str, Any]) -> None:
+                x_BTE = keys["hidden_states"] if "hidden_states" in keys else inputs[0]
                 for look in looks:
-                    look(layer, output)
+                    look(layer, x_BTE)
 
             return hook
 
-        layers = self.model.model.layers if looks else ()
         handles = [
-            layer.input_layernorm.register_forward_hook(show(index)) for index, layer in enumerate(layers)
+            layer.self_attn.register_forward_pre_hook(show(index), with_kwargs=True)
+            for index, layer in enumerate(self.model.model.layers if looks else ())
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the rotary frequencies from the config, in fp32: they are not among the weights on disk."""
-    body: Any = model.model
-    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)

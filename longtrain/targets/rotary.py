@@ -1,4 +1,4 @@
-"""Computes a rotary embedding from its parameters alone, without a model.
+"""Computes a rotary embedding, of a model or from its parameters alone.
 
 Shapes: T positions, D head dim.
 """
@@ -16,6 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from longtrain.errors import TargetMismatchError, refusal
 from longtrain.kernels.fused_layer import Angles, rotary
 from longtrain.targets.info import ROPE_TYPES
+
+
+def both_halves(module: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for both halves of a head, from a rotary module that may give one (gpt-oss)."""
+    frequency_F = getattr(module, "inv_freq", None)
+    if frequency_F is None or cos.shape[-1] != len(frequency_F):
+        return cos, sin
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 class Rotary:

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from longtrain.cache.base import Causal, Mask
-from longtrain.errors import DataError
+from longtrain.errors import ConfigError, DataError, refusal
 from longtrain.losses import TopTokens
 
 
@@ -67,6 +67,30 @@ class OutputRequest:
     hidden: tuple[int, ...] = ()
     stop_at_layer: int | None = None
     kv: tuple[int, ...] = ()
+
+    def check(self, n_layers: int, *, packed: bool = False) -> None:
+        """Refuse outputs that a target of `n_layers` layers, or a packed forward, does not have.
+
+        Raises:
+            ConfigError: there are no such outputs.
+        """
+        n, stop = n_layers, self.stop_at_layer
+        layers = [*self.kv, *(layer for layer in self.hidden if layer != -1)]
+        late = [layer for layer in self.hidden if layer in (-1, stop)] if stop is not None else []
+        if stop is not None:
+            late += [layer for layer in layers if layer > stop]
+            layers.append(stop)
+        if any(not 0 <= layer < n for layer in layers):
+            allowed = f"layers 0..{n - 1} of a target with {n} (hidden: -1 too)"
+        elif stop is not None and (self.logits != "none" or late):
+            allowed = f"logits='none', hidden states of layers below {stop}, and K and V up to {stop}"
+        elif packed and self.logits != "none":
+            allowed = "logits='none' of a packed row; call Target.head on its hidden[-1]"
+        elif self.kv and not packed:
+            allowed = "kv of a packed row only; other forwards write K and V to their cache"
+        else:
+            return
+        raise refusal(ConfigError, f"{self}", f"{allowed}")
 
 
 @dataclass(frozen=True)

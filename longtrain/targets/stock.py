@@ -62,7 +62,8 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
         raise refusal(ConfigError, f"prompts of {sorted(set(map(len, prompts)))} tokens", "one length")
     model = target.model
     key = cache_keyword(model)
-    model.set_attn_implementation("sdpa")
+    # transformers computes sinks in eager attention only
+    model.set_attn_implementation("eager" if target.family.sinks else "sdpa")
     try:
         started_s = time.perf_counter()
         ids_BT = torch.tensor([list(prompt) for prompt in prompts], device=target.device)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from longtrain.errors import ConflictError
+from longtrain.kernels.fused_layer import rotated as rotated_part
 from longtrain.kernels.importance import Span, suffix_attention
-from longtrain.targets.fused import lying_together
+from longtrain.targets.fused import lying_together, mlp_output
 from longtrain.targets.lora import Lora, Place, Use, lora_linears, unstacked
 
 if TYPE_CHECKING:
@@ -157,22 +158,46 @@ class SuffixRun:
         _, b_OR = self._lora.get((self._layer - 1, "qkv"), (None, None))
         short = last and (b_OR is None or len(b_OR) == (H + G) * D)
         heads, names = ((H, G), LAST) if short else ((H, G, G), GROUPS["qkv"])
-        normed_NE = _norm(layer.input_layernorm, self._x_NE)
+        normed_NE = _norm(getattr(layer, self._target.family.norms[0]), self._x_NE)
         # [N, E] -> [N, H + 2 G, D], or [N, H + G, D] where values are not needed
         qkv_NXD = self._linears(layer, "qkv", normed_NE, names=names).view(-1, sum(heads), D)
         if info.qk_norm:
             q_NHD, k_NGD, *v_NGD = qkv_NXD.split(heads, 1)
             q_NHD, k_NGD = _norm(attention.q_norm, q_NHD), _norm(attention.k_norm, k_NGD)
             qkv_NXD = torch.cat((q_NHD, k_NGD, *v_NGD), 1)
-        q_NHD, k_NGD, *v_NGD = rotated(qkv_NXD, *self._rope, heads)
+        q_NHD, k_NGD, *v_NGD = self._turned(qkv_NXD, heads)
         return q_NHD, k_NGD, k_NGD.detach() if last else v_NGD[0]
 
     def _output(self, layer: Any, mixed_NX: Tensor) -> None:
         """Compute the rest of the layer: output projection, MLP, both residuals."""
-        x_NE = self._linears(layer, "o", mixed_NX, add_to=self._x_NE)
-        normed_NE = _norm(layer.post_attention_layernorm, x_NE)
-        gate_NI, up_NI = self._linears(layer, "gate_up", normed_NE).chunk(2, 1)
-        self._x_NE = self._linears(layer, "down", layer.mlp.act_fn(gate_NI) * up_NI, add_to=x_NE)
+        family = self._target.family
+        if family.after is None:
+            x_NE = self._linears(layer, "o", mixed_NX, add_to=self._x_NE)
+        else:
+            out_NE = self._linears(layer, "o", mixed_NX)
+            x_NE = self._x_NE + _norm(getattr(layer, family.after[0]), out_NE)
+        normed_NE = _norm(getattr(layer, family.norms[1]), x_NE)
+        if family.swiglu:
+            gate_NI, up_NI = self._linears(layer, "gate_up", normed_NE).chunk(2, 1)
+            self._x_NE = self._linears(layer, "down", layer.mlp.act_fn(gate_NI) * up_NI, add_to=x_NE)
+            return
+        out_NE = mlp_output(layer.mlp, normed_NE.to(self._target.dtype)).to(x_NE.dtype)
+        self._x_NE = x_NE + (
+            out_NE if family.after is None else _norm(getattr(layer, family.after[1]), out_NE)
+        )
+
+    def _turned(self, qkv_NXD: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return queries and keys after RoPE, and values."""
+        cos_ND, sin_ND = self._rope
+        neighbours = self._target.family.neighbours
+        if cos_ND.shape[-1] == qkv_NXD.shape[-1] and not neighbours:
+            half = sin_ND.shape[-1] // 2
+            # the sign that the swapped halves need
+            signed_ND = torch.cat((-sin_ND[:, :half], sin_ND[:, half:]), -1)
+            return rotated(qkv_NXD, cos_ND[:, None], signed_ND[:, None], heads)
+        q_NHD, k_NGD, *v_NGD = qkv_NXD.split(tuple(heads), 1)
+        q_NHD, k_NGD = (rotated_part(part, self._rope, neighbours=neighbours) for part in (q_NHD, k_NGD))
+        return q_NHD, k_NGD, *v_NGD
 
     def _linears(
         self,
@@ -213,11 +238,9 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _rope(target: Target, pos_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos, and sin with the sign that the swapped halves need, each [N, 1, D]."""
+    """Return cos and sin, each [N, R]."""
     cos_BND, sin_BND = target.rope(pos_N[None], dtype=dtype)
-    half = sin_BND.shape[-1] // 2
-    sin_ND = torch.cat((-sin_BND[0, :, :half], sin_BND[0, :, half:]), -1)
-    return cos_BND[0][:, None], sin_ND[:, None]
+    return cos_BND[0], sin_BND[0]
 
 
 def rotated(qkv_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:

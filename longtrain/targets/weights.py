@@ -17,6 +17,8 @@ from longtrain.targets.sharded import rows_of
 from longtrain.targets.stored.checkpoint import EMBEDDINGS, HEAD, StoredWeight, StoredWeights
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from longtrain.targets.sharded import Shards
 
 _SAMPLES = 256
@@ -34,7 +36,7 @@ def assign_weights(
         ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.
         TargetMismatchError: a tensor's shape is not the config's.
     """
-    missing = {name: param.shape for name, param in _empty(model)}
+    missing = {name: value.shape for name, value in _empty(model)}
     known, samples = dict(missing), {}
     for name, stored in checkpoint:
         check_shape(name, stored, known)
@@ -84,8 +86,8 @@ def random_weights(model: nn.Module, seed: int, *, dtype: torch.dtype, device: t
 
     They depend on the seed and the kind of device, and not on how weights are split.
     """
-    for name, param in list(_empty(model)):
-        value = random_tensor(name, param.shape, seed=seed, dtype=dtype, device=device)
+    for name, empty in list(_empty(model)):
+        value = random_tensor(name, empty.shape, seed=seed, dtype=dtype, device=device)
         _fill(model, name, value.__getitem__, dtype=dtype, device=device)
 
 
@@ -102,14 +104,21 @@ def draw(name: str, tensor: Tensor, rng: torch.Generator) -> Tensor:
     """Fill a tensor with random weights: norms are 1, and matrices preserve the scale of their input."""
     if tensor.dim() == 1 and name.endswith("norm.weight"):
         return tensor.fill_(1.0)
-    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0.02, generator=rng)
+    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.02, generator=rng)
 
 
-def _empty(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that have no values yet, by name."""
-    for name, param in model.named_parameters():
-        if param.is_meta or isinstance(param, DTensor):
-            yield name, param
+def stored_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint stores, by name: parameters, and buffers such as the biases of routers."""
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((name, value) for name, value in model.named_buffers() if name in kept)
+
+
+def _empty(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that have no values yet, by name."""
+    for name, value in stored_values(model):
+        if value.is_meta or isinstance(value, DTensor) or not isinstance(value, nn.Parameter):
+            yield name, value
 
 
 def _fill(
@@ -120,8 +129,13 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Fill a parameter with the values that `rows` reads; return samples of them, on `device`."""
-    param = model.get_parameter(name)
+    """Fill a weight with the values that `rows` reads; return samples of them, on `device`.
+
+    A weight that the model keeps in a wider dtype, such as a router's, stays in that.
+    """
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    param: Tensor = getattr(module, leaf)
     if isinstance(param, DTensor):
         mine = rows_of(param)
         if mine.start >= mine.stop:
@@ -130,16 +144,17 @@ def _fill(
         with torch.no_grad():
             param.to_local().copy_(read)
         return _samples(param, read).to(device)
-    owner, _, leaf = name.rpartition(".")
     read = rows(slice(None))
-    value = read.to(device=device, dtype=dtype)
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    value = read.to(device=device, dtype=torch.promote_types(param.dtype, dtype))
+    if isinstance(param, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+    setattr(module, leaf, value)
     return _samples(param, read).to(device)
 
 
 def sampled(model: nn.Module) -> dict[str, Tensor]:
     """Return samples of a model's weights by name, for `gathered`, from this rank's part of split ones."""
-    values = {name: param.detach() for name, param in model.named_parameters()}
+    values = {name: value.detach() for name, value in stored_values(model)}
     return {
         name: _samples(value, value.to_local() if isinstance(value, DTensor) else value)
         for name, value in values.items()
@@ -161,7 +176,7 @@ def gathered(
         split = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
         parts = shards.node.gather({name: mine[name] for name in split})
         mine |= {name: b"".join(part[name] for part in parts) for name in split}
-    return {name: (param.shape, mine[name]) for name, param in model.named_parameters()}
+    return {name: (value.shape, mine[name]) for name, value in stored_values(model)}
 
 
 def sample(weight: Tensor) -> bytes:
@@ -207,3 +222,14 @@ def _on_host(samples: dict[str, Tensor]) -> dict[str, bytes]:
     numbers = torch.cat(list(samples.values())).view(torch.int16).cpu()
     cut = numbers.split([len(value) for value in samples.values()])
     return {name: part.numpy().tobytes() for name, part in zip(samples, cut, strict=True)}
+
+
+def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute what is not among the weights on disk: rotary frequencies (fp32) and the embeddings' scale."""
+    body: Any = model.model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)
+    if hasattr(body.embed_tokens, "embed_scale"):
+        dtype = torch.promote_types(body.embed_tokens.weight.dtype, torch.float32)
+        body.embed_tokens.embed_scale = torch.tensor(
+            model.config.hidden_size**0.5, device=device, dtype=dtype
+        )

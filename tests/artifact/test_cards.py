@@ -30,6 +30,7 @@ ELSEWHERE = {
     "kvzap": "## In kvpress\n\n```python\nfrom kvpress import KVzapPress",
     "lookaheadkv": "## In kvpress\n\n```python\nfrom longtrain.integrations.lookaheadkv_kvpress",
     "eagle3": "longtrain export artifact=FOLDER format=speculators   # vLLM",
+    "dspark": "longtrain export artifact=FOLDER format=",
 }
 MADE = {
     "argv": ["/home/me/longtrain", "train", "data.books=/home/me/books"],

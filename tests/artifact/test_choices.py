@@ -29,6 +29,7 @@ MADE = {
     "kvzap": {},
     "specontext": {"sets": 3},
     "indexer": {},
+    "dspark": {"layers": [0, 2], "n_layers": 2, "windows": [16, None], "target_kv": True, "markov_rank": 8},
 }
 """Method -> settings other than its defaults."""
 
@@ -52,6 +53,9 @@ IN_TRAINING = {
     "kvzap": {"chunk", "labels"},
     "specontext": SETS | {"conv", "mapping"},  # conv: of another variant; mapping: its table is stored
     "indexer": SETS,
+    "dspark": OFFSETS
+    | {"anchor_every", "block_decay", "ce_weight", "l1_weight", "confidence_weight", "chunk_tokens"}
+    | {"min_confidence"},  # which of the same nodes are verified
 }
 """Settings that nothing depends on once a module is trained."""
 
@@ -63,6 +67,7 @@ STEERS = {
     "kvzap": {"sinks", "window"},
     "specontext": {"variant", "row", "sets"},
     "indexer": {"dims"},
+    "dspark": {"block_size", "heads", "sample_from_anchor", "target_kv"},
 }
 """Settings of which this test must have changed some: those that decide what is drafted, kept or read."""
 

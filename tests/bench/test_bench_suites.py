@@ -11,6 +11,7 @@ import torch
 from longtrain.bench import clock, engine, training
 from longtrain.bench.suites import Context
 from longtrain.cache.entry_sets import ReadBudget
+from longtrain.costs.model import Sizes
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -19,6 +20,7 @@ from longtrain.methods import get
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
+from tests.families import usual
 from tests.helpers import attached
 
 CPU = Context(torch.device("cpu"), method={"name": "longspec"})
@@ -102,6 +104,19 @@ def test_engine_suite_measures_plain_and_drafted() -> None:
     assert row["same"] == 1.0
     assert 1.0 <= row["draft"]["tau"] <= 3.0
     assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
+
+
+def test_engine_suite_tells_what_verification_reads_of_the_experts() -> None:
+    """Of 8 experts, 2 a token: a plain step of two texts, and three tokens of each."""
+    target = random_target(usual("qwen3_moe"))
+    parts = attached("longspec", target, window=8)
+    how = engine.EngineSettings((4,), max_new_tokens=6, repeats=1)
+    row = engine.measure(target, parts, [[3, 4, 5, 6], [7, 8, 9, 10]], TreeShape((1, 1)), how, Sampling())
+    told, size = row["experts"], Sizes.of(target.info)
+    assert told["plain"] == pytest.approx(8 * (1 - 0.75**2)) and told["verify"] == 8 * (1 - 0.75**6)
+    assert told["weights"] == (size.read(6) + size.head) / (size.read(2) + size.head) > 1
+    table = engine.BENCH.table([row], how, Context(torch.device("cpu")))
+    assert "experts read to verify" in table and "6.58" in table
 
 
 def test_engine_suite_measures_what_chooses_rows() -> None:

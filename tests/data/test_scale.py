@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -165,6 +166,20 @@ class Processes:
         pass
 
 
+def test_text_that_is_ready_is_given_before_more_is_read(monkeypatch, tokenizer):
+    monkeypatch.setattr(encoder_module, "_Pool", Processes([]))
+    read = []
+
+    def batches():
+        for number in range(9):
+            read.append(number)
+            yield [Document(str(number), "text", text="some text")]
+
+    with Encoder(tokenizer, workers=4) as encoder:
+        for number, _ in enumerate(encoder.batches(batches())):
+            assert len(read) == number + 1
+
+
 @pytest.mark.parametrize("size", [PARALLEL_CHARS // 4, PARALLEL_CHARS // 2])
 def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch, caplog, words_folder, size):
     from transformers import AutoTokenizer
@@ -182,6 +197,42 @@ def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch,
             assert bool(started) == (size * (number + 1) >= PARALLEL_CHARS)
     assert started == ([4] if size == PARALLEL_CHARS // 2 else [])
     assert f"processes={4 if started else 1}" in caplog.text
+
+
+class Gate:
+    """A process has it only once a file exists."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return passed, (self.path,)
+
+
+def passed(path):
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, "whoever starts this process waits for it"
+        time.sleep(0.01)
+
+
+class Gated:
+    """A tokenizer that does not fit into a pipe, and that a process has only once the gate is open."""
+
+    def __init__(self, gate):
+        self.gate, self.filler = gate, b"x" * 2**20
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[7] for _ in texts]}
+
+
+def test_processes_start_beside_each_other(tmp_path):
+    """Nobody waits until a process has its tokenizer before the next one is started."""
+    pool = encoder_module._Pool(Gated(Gate(tmp_path / "open")), 2)
+    coming = [pool.submit([text]) for text in "ab"]
+    (tmp_path / "open").touch()
+    assert [one.result(timeout=120)[0].tolist() for one in coming] == [[7], [7]]
+    pool.close()
 
 
 def test_the_cores_are_shared(monkeypatch):

@@ -14,6 +14,7 @@ from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConflictError
 from longtrain.targets.loading import random_target
+from tests.families import usual
 from tests.helpers import Recall, noisy_longspec
 
 from .micro import prompts_of, snapkv
@@ -183,6 +184,28 @@ def test_cuda_graphs_give_the_same_texts(family, sampling, shape):
     auto = Engine(target, parts)
     auto.generate(ONE, max_new_tokens=48, shape=shape, ignore_eos=True)
     assert auto._kept.arena is not None
+
+
+@pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_experts_and_sinks_ask_the_host_for_nothing(family, shape, tapes):  # noqa: F811
+    target = random_target(usual(family))
+    parts = Parts(draft=noisy_longspec(target), name="longspec")
+    both(target, parts, THREE, max_new_tokens=24, shape=shape, ignore_eos=True)
+    assert len(tapes) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_cuda_graphs_of_experts_give_the_same_texts(family, dtype):
+    """The same products in a graph as without one, of one token and of a tree's."""
+    target = random_target(usual(family), dtype=dtype, device="cuda").fuse()
+    draft = noisy_longspec(target)
+    draft.draft.to("cuda")
+    for shape in (PLAIN, TREE):
+        parts = Parts(draft=draft, name="longspec")
+        both(target, parts, THREE, max_new_tokens=48, shape=shape, ignore_eos=True)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+from longtrain.costs.model import Sizes, pass_growth
 from longtrain.decoding import averages, captured
 from longtrain.decoding import control as control_module
 from longtrain.decoding.averages import Acceptance, Costs, levels
@@ -20,6 +22,7 @@ from longtrain.decoding.sampling import Sampling, probs
 from longtrain.errors import ConfigError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES as PUBLISHED
 from tests.helpers import ONE_LAYER, Recall, attached, noisy_longspec
 
 from .micro import target as micro
@@ -120,6 +123,35 @@ def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
                 # What the draft costs in plain cycles is only known once a cycle without it was timed.
                 unknown = 0.0 if restarts and call else heard_s / verify_s
                 assert speed > 0.98 - unknown, (rate, planned, call)
+
+
+class WithExperts(Machine):
+    """Its verification reads experts as that of Qwen3-30B-A3B at short texts."""
+
+    def cost(self, shape: TreeShape) -> float:
+        growth = pass_growth(Sizes.of_keys(PUBLISHED["qwen3_30b_a3b"]), 1, shape.n_nodes, 1000)
+        return self.verify_s * growth + self.draft_s * shape.depth
+
+
+def test_chains_are_short_where_longer_ones_read_more_experts():
+    """The same draft and the same acceptance; one timed chain tells what the others cost."""
+    size, dense = (Sizes.of_keys(PUBLISHED[name]) for name in ("qwen3_30b_a3b", "qwen3_8b"))
+    growth = partial(pass_growth, size, 1)
+    assert pass_growth(dense, 1, 9, 1000) == 1 < growth(2, 1000) < growth(9, 1000) < growth(1000, 1000)
+    assert growth(9, 32000) < growth(9, 1000), "the cache is read too"
+    usual = {}
+    for kind, keys in ((Machine, {}), (WithExperts, {"growth": growth})):
+        machine = kind(Control(SHAPES, Costs(), planned=4000, **keys), 0.1, 5.0).run(0.8, 800)
+        usual[kind] = Counter(depth for depth in machine.history if depth).most_common(1)[0][0]
+        assert machine.tokens / machine.seconds > 0.95 * max(machine.speed(shape, 0.8) for shape in SHAPES)
+    assert usual[WithExperts] <= 2 and usual[Machine] == 8
+    costs = Costs()
+    machine = WithExperts(control := Control(SHAPES, costs, growth=growth), 0.1, 5.0)
+    for shape in (*SHAPES[:2], *SHAPES[:2]):
+        costs.learn((), shape, 1000, machine.cost(shape))
+    control.choose(length=1000, left=ENDLESS)
+    for i, shape in enumerate(SHAPES):
+        assert control._seconds(i, 5.0) == pytest.approx(machine.cost(shape))
 
 
 def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():

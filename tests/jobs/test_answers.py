@@ -13,6 +13,7 @@ from longtrain import cli
 from longtrain.data.chat.asked import Asking, Unanswered
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
+from longtrain.data.read import encoder
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs import answers as job
 from longtrain.jobs.answering.batches import AnswerBatches
@@ -296,6 +297,27 @@ def test_prompts_of_all_sources_are_asked_in_turn(tmp_path, chats):
     # five of the seven chats differ; a source that has ended is left out
     assert kinds == ["book", "paper", "chat"] * 3 + ["book", "chat"] * 2 + ["book"] * 4
     assert [one.key for one in asked()] == [one.key for one in asked()]
+
+
+def test_first_prompts_do_not_wait_for_much_text(tmp_path, monkeypatch):
+    tokenizer, tokenised = load_target("tiny").tokenizer, []
+
+    def encode(_, texts):
+        tokenised.extend(texts)
+        return [np.arange(100, 400, dtype=np.int32) for _ in texts]
+
+    monkeypatch.setattr(encoder, "encode", encode)
+    sources = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            (tmp_path / name / f"{name}{number}.txt").write_text("word " * (encoder.SLICE_CHARS // 10))
+        sources.append({"text": str(tmp_path / name)})
+    config = DataConfig.parse({"name": "two", "sources": sources})
+    asking = Asking(config, tokenizer, 600, (20, 60), {"text": ["What?", "Why?"]}, {}).prompts()
+    for n in range(4):
+        next(asking)
+        assert len(tokenised) == (2, 4, 4, 4)[n]  # of 40: those of the first batch of each source
 
 
 def test_a_stopped_run_keeps_its_answers_and_is_no_success(monkeypatch, tmp_path, chats, capsys):

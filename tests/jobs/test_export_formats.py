@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from longtrain import cli, methods, provenance
@@ -33,18 +34,22 @@ def trained_draft(tmp_path, target_folder):
 
 
 def _leave_a_run(tmp_path, target_folder, fields):
-    target = load_target(target_folder)
     config = Config(**{"layers": [0], "draft_vocab_size": 0, "window": 20, **fields})
-    module = methods.get("eagle3").build(config, target.info)
+    module = methods.get("eagle3").build(config, load_target(target_folder).info)
+    return _leave(tmp_path, target_folder, "eagle3", module, config)
+
+
+def _leave(tmp_path, target_folder, name, module, config):
+    target = load_target(target_folder)
     folder = tmp_path / "runs" / "one" / "train"
     (folder / "checkpoints").mkdir(parents=True)
-    method = {f"method.{key}": value for key, value in {"name": "eagle3", **vars(config)}.items()}
+    method = {f"method.{key}": value for key, value in {"name": name, **vars(config)}.items()}
     who = {"target.weights": target.info.weights_hash, "target.tokenizer": target.info.tokenizer_hash}
-    about = {"step": 7, "facts": checkpoint.flat({"method": {"name": "eagle3", **vars(config)}}) or method}
+    about = {"step": 7, "facts": checkpoint.flat({"method": {"name": name, **vars(config)}}) or method}
     about["facts"] |= {**who, "target.name": str(target_folder)}
     weights = {checkpoint.WEIGHTS: pieces_of(module.state_dict())}
     assert checkpoint.write(folder / "checkpoints", about, weights, writer=True) is None
-    settings = {"method": {"name": "eagle3", **vars(config)}, "target": {"path": str(target_folder)}}
+    settings = {"method": {"name": name, **vars(config)}, "target": {"path": str(target_folder)}}
     stages = [{"doc_tokens": 64}, {"doc_tokens": 4096}]
     provenance.write(folder, OmegaConf.to_container(OmegaConf.create(settings)), data={"stages": stages})
     return module
@@ -76,6 +81,26 @@ def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, tar
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="damaged"):
         export.run(composed("export", f"verify={folder}"))
+
+
+@pytest.mark.parametrize("form", ["speculators", "flat"])
+def test_a_block_draft_becomes_a_folder_that_decodes(composed, tmp_path, target_folder, form, capsys):
+    target, method = load_target(target_folder), methods.get("dspark")
+    config = method.config(layers=[0], n_layers=1, block_size=4, markov_rank=4, mask_token=2)
+    module = method.build(config, target.info)
+    module.mask_id.fill_(2)
+    torch.nn.init.normal_(module.markov_head.markov_w2.weight, std=0.1)
+    _leave(tmp_path, target_folder, "dspark", module, config)
+    export.run(composed("export", f"format={form}", "method=dspark"))
+    folder = tmp_path / "checkpoints" / f"one-{form}"
+    assert '"method": "dspark"' in (folder / "README.md").read_text()
+    assert not inspect(str(folder)).fault
+    words = ("prompt=abc", "decode.max_new_tokens=6")
+    generate.run(composed("generate", *words, "artifact=null"))
+    plain = capsys.readouterr().out
+    generate.run(composed("generate", *words, f"artifact={folder}"))
+    drafted, metrics = capsys.readouterr()
+    assert drafted == plain and "acceptance length" in metrics
 
 
 def test_one_format_becomes_the_other(composed, eagle, tmp_path):
@@ -158,10 +183,8 @@ def test_what_has_no_such_format(composed, trained, tmp_path):
         export.run(composed("export", "format=flat"))
     with pytest.raises(ArtifactError, match=r"in a format that is known \(flat, peft, sglang, speculators\)"):
         export.run(composed("export", f"verify={tmp_path}"))
-    with pytest.raises(
-        ArtifactError,
-        match=r"that a method reads \(eagle3: speculators, flat; lookaheadkv: peft; specontext: sglang\)",
-    ):
+    known = "dspark: speculators, flat; eagle3: speculators, flat; lookaheadkv: peft; specontext: sglang"
+    with pytest.raises(ArtifactError, match=rf"that a method reads \({known}\)"):
         Artifact.load(tmp_path)
 
 

@@ -1,5 +1,7 @@
 """The plan of decoding: bytes that the caches really take, and the step model's own figures at 8B shape."""
 
+import json
+
 import pytest
 import torch
 
@@ -13,6 +15,9 @@ from longtrain.costs.hardware import GIB, GPUS
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.jobs import plan
+from longtrain.jobs.planning.target_shape import target_shape
+from longtrain.methods.longspec.config import Config as LongSpec
+from longtrain.methods.longspec.config import source_layer
 from longtrain.methods.quantspec.config import Config
 from longtrain.methods.quantspec.spec import SPEC
 from longtrain.targets.info import TargetInfo
@@ -129,6 +134,21 @@ def test_a_cache_is_not_passed_over_where_training_is_planned(composed):
         plan.run(composed("plan", "+recipe=specontext_tiny", "cache=elastic"))
 
 
+def test_windows_of_a_text_model_within_a_model_of_images_too(composed, capsys, tmp_path):
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512,
+        "max_position_embeddings": 2048, "sliding_window": 32,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    cfg = composed("plan", "target=local", f"target.path={tmp_path}", "contexts=[1k]")
+    plan.run(cfg)
+    assert "6 of 7 layers see the last 32 tokens" in capsys.readouterr().out
+    info, _ = target_shape(cfg.target)
+    assert info.layer(0).rope != info.rope and source_layer(LongSpec(), info) == 5
+
+
 def test_a_target_without_a_path_is_called_as_its_shape(composed, capsys):
     plan.run(composed("plan", "target.path=null", "target.shape=llama31_8b"))
     assert "target    llama31_8b: 8.03 B weights" in capsys.readouterr().out
@@ -217,3 +237,22 @@ def test_a_choice_that_is_good_for_more_steps_is_scored_less_often(composed, cap
         table = capsys.readouterr().out.partition("scores ms")[2].splitlines()[2]
         scores.append(float(table.split("|")[6]))
     assert scores[1] == pytest.approx(scores[0] / 4, rel=0.01)
+
+
+def test_what_verification_reads_of_the_experts_is_told(composed, capsys):
+    plan.run(composed("plan", "target=qwen3_30b_a3b", "target.path=null", "contexts=[1k]"))
+    told = capsys.readouterr().out
+    assert "30.5 B weights, 56.9 GiB" in told and "experts   128 in a layer, 8 a token" in told
+    assert "1: 8 (x1), 2: 15.5 (x1.6), 4: 29.1 (x2.8), 8: 51.6 (x4.6)" in told
+    plan.run(composed("plan", *["target=qwen3_8b", "method=eagle3", "contexts=[1k]"]))
+    assert "experts" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [("{count: 8}", "target.shape.experts"), ("{count: 8, per_token: 0, size: 4}", "experts.per_token=0")],
+)
+def test_experts_of_a_shape_are_read_like_other_sizes(composed, experts, message):
+    words = ["target=qwen3_8b", "target.path=null", "contexts=[1k]", f"+target.shape.experts={experts}"]
+    with pytest.raises(ConfigError, match=message):
+        plan.run(composed("plan", *words))

@@ -111,3 +111,38 @@ def test_without_a_gradient_the_logits_stay():
     teacher = module.teacher_of(torch.randn(3, 64), ids)
     module.draft_passes(logits, teacher, ids, pairs, objective="lk", kl_decay=3.0, gradient=False)
     assert torch.equal(logits, before) and (pairs.value_JB > 0).all()
+
+
+@pytest.mark.parametrize("ce_share", [0.0, 1 / 19, 1.0])
+@pytest.mark.parametrize(
+    ("B", "V", "dtype"), [(5, 37, torch.float32), (3, 2500, torch.float32), (4, 300, torch.bfloat16)]
+)
+def test_the_loss_of_blocks_as_fp64_and_as_the_reference(B, V, dtype, ce_share, monkeypatch):
+    """`ce_tv` over one vocabulary; one position is missing, in one both choose the same token."""
+    gen = torch.Generator().manual_seed(B)
+    teacher_logits, logits = torch.randn(2, B, V, generator=gen).mul(2).to(dtype)
+    # the same token is most likely, and no probability is equal, where the gradient is not unique
+    logits[0] = 1.25 * teacher_logits[0]
+    labels, weights = torch.randint(V, (1, B), generator=gen), torch.rand(1, B, generator=gen)
+    rows = torch.arange(B)[None].clone()
+    rows[0, 2] = -1
+
+    def run(kind):
+        mine, wide = logits.to(kind)[None].clone(), torch.promote_types(kind, torch.float32)
+        outputs = [torch.full((1, B), -9.0, dtype=wide) for _ in range(2)]
+        hit = torch.ones(1, B, dtype=torch.bool)
+        pairs = module.DraftPairs(rows, weights.to(wide), outputs[0], hit, labels, outputs[1])
+        teacher = module.teacher_of(teacher_logits.to(kind), None)
+        module.draft_passes(mine, teacher, None, pairs, objective="ce_tv", gradient=True, ce_share=ce_share)
+        return [x.double() for x in (outputs[0], outputs[1], hit, mine)]
+
+    got, exact = run(dtype), run(torch.float64)
+    monkeypatch.setattr(module, "kernels_serve", lambda x: False)
+    plain = run(dtype)
+    assert got[2][0, 0] == 1 and not any(one[0, 2].any() for one in got)
+    for mine, other, truth in zip(got[:3], plain[:3], exact[:3], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
+    loose = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got[3] - exact[3]).norm() <= loose * exact[3].norm()
+    assert (got[3] - plain[3]).norm() <= loose * exact[3].norm()

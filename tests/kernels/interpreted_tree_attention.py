@@ -25,6 +25,7 @@ CASES = {
     "ragged batch, groups of 8": ("tree", 3, {"B": 3, "H": 8, "G": 1, "lens": (0, 7, 65), "S": 99, "T": 7}),
     "evicted rows in front": ("tree", 2, {"B": 2, "lens": (3, 40), "S": 90, "base": 33, "G": 1}),
     "head dim 24": ("causal", 1, {"D": 24, "G": 1}),
+    "head dim 256": ("causal", 2, {"D": 256, "lens": (40,), "S": 50, "G": 1}),
     "head dim 128": ("tree", None, {"D": 128, "lens": (70,), "S": 80, "G": 1}),
     "a level of a tree": ("tree", 2, {"B": 2, "T": 5, "lens": (3, 40), "S": 90, "nodes": 11}),
     "a level of a large tree": ("tree", 2, {"T": 9, "lens": (20,), "S": 100, "H": 1, "G": 1, "nodes": 70}),
@@ -53,6 +54,33 @@ def test_the_kernel_follows_the_reference(mask, splits, case):
     torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
 
 
+WINDOWS = {
+    "causal, over two tiles": ("causal", 2, 40, {"T": 5, "lens": (90,), "S": 99}),
+    "causal, one key": ("causal", 1, 1, {"T": 3, "lens": (33,), "S": 40}),
+    "longer than the text": ("tree", 2, 500, {"T": 7, "lens": (33,), "S": 64}),
+    "tree, ragged batch": ("tree", 3, 9, {"B": 3, "H": 8, "G": 1, "lens": (0, 7, 65), "S": 99, "T": 7}),
+    "deeper than the window": ("tree", 2, 3, {"B": 2, "T": 20, "lens": (5, 31), "S": 99}),
+    "two words of bits": ("tree", 4, 33, {"T": 70, "lens": (100,), "S": 180, "H": 1, "G": 1}),
+    "a chunk": ("causal", 3, 8, {"T": 50, "lens": (50,), "S": 120, "G": 1}),
+}
+"""Name -> mask, splits, window, inputs."""
+
+
+@pytest.mark.parametrize(("mask", "splits", "window", "case"), WINDOWS.values(), ids=WINDOWS)
+def test_the_kernel_follows_the_reference_with_a_window(mask, splits, window, case):
+    """NaN before the window is not read either, but in the tile where it begins."""
+    q, k, v, lens = dense_case(**case)
+    bits, visible_BTT = mask_named(mask, len(lens), q.shape[2])
+    depth = visible_BTT.sum(-1).expand(len(lens), -1) - 1 if mask == "tree" else None
+    how = {"scale": 0.4, "window": window, "depth_BT": depth}
+    expected, expected_lse = reference.tree_attention(q.double(), k.double(), v.double(), lens, bits, **how)
+    for b, n in enumerate(lens.tolist()):
+        k[b, :, : max(0, n - window + 1) // 32 * 32] = float("nan")
+    got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5, check_dtype=False)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
+
+
 @pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (5, 21), (64, 64), (17, 128)])
 def test_bits_of_a_mask(rows, nodes, monkeypatch):
     """A view of any strides; the sixty-fourth bit is the sign."""
@@ -75,17 +103,24 @@ def test_tiles_of_half_precision(bulk):
 
 
 @pytest.mark.parametrize(
-    ("widths", "batch", "lens", "G"),
-    [((2, 4, 4), 1, (30,), 1), ((2, 4, 4), 1, (9,), 1), ((1, 3, 2), 2, (28, 3), 2)],
+    ("widths", "batch", "lens", "G", "window"),
+    [
+        ((2, 4, 4), 1, (30,), 1, 0),
+        ((2, 4, 4), 1, (9,), 1, 0),
+        ((1, 3, 2), 2, (28, 3), 2, 0),
+        ((2, 4, 4), 1, (30,), 1, 12),
+        ((1, 3, 2), 2, (28, 3), 2, 3),
+    ],
 )
-def test_a_row_of_a_tree_has_the_bits_of_the_row_alone(widths, batch, lens, G):
+def test_a_row_of_a_tree_has_the_bits_of_the_row_alone(widths, batch, lens, G, window):
     """Where no tile is whole: a CPU's product rounds by a row's place among the others."""
     visible_BTT = torch.stack([grown(widths) for _ in range(batch)])
     T = visible_BTT.shape[1]
     q, k, v, len_B = dense_case(B=batch, T=T, H=4, G=G, D=16, lens=lens, S=max(lens) + T + 3)
-    out, lse = tree_attention(q, k, v, len_B, tree_bits(visible_BTT), scale=0.3, splits=2)
+    how = {"scale": 0.3, "splits": 2, "window": window}
+    out, lse = tree_attention(q, k, v, len_B, tree_bits(visible_BTT), **how, depth_BT=visible_BTT.sum(-1) - 1)
     for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
-        own, own_lse = tree_attention(*case, CAUSAL, scale=0.3, splits=2)
+        own, own_lse = tree_attention(*case, CAUSAL, **how)
         assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])
 
 

@@ -41,6 +41,7 @@ from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.kernels import hierarchical, importance, tree_attention
+from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.kernels.entry_moves import Programs, move_entries
 from longtrain.kernels.entry_scores import entry_scores
 from longtrain.kernels.head_kl import head_kl
@@ -244,6 +245,8 @@ def laws() -> Jobs:
     """Laws over vocabularies that fill no chunk, with the gradient and without it."""
     for rows, vocab in ((3, 320), (2, 4099)):
         yield partial(_law, rows, vocab)
+        yield partial(_draft_loss, rows, vocab, "lk_hybrid")
+        yield partial(_draft_loss, rows, vocab, "ce_tv")
 
 
 def _law(rows, vocab):
@@ -251,6 +254,21 @@ def _law(rows, vocab):
     weight_R = torch.rand(rows, device=DEVICE)
     for gradient in (False, True):
         head_kl(student.clone(), teacher.clone(), weight_R, gradient=gradient)
+
+
+def _draft_loss(rows, vocab, objective):
+    """The last row of each pass has no position; ce_tv is over the whole vocabulary."""
+    logit_JBV = torch.randn(2, rows, vocab, device=DEVICE, dtype=DTYPE)
+    ids_K = None if objective == "ce_tv" else torch.arange(0, vocab, 3, device=DEVICE)
+    teacher = teacher_of(torch.randn(rows, vocab, device=DEVICE, dtype=DTYPE), ids_K)
+    weight_JB = torch.rand(2, rows, device=DEVICE)
+    row_JB = torch.arange(rows, device=DEVICE).expand(2, -1).contiguous()
+    row_JB[:, -1] = -1
+    label_JB = torch.full_like(row_JB, vocab - 1)
+    value_JB, accept_JB = torch.empty_like(weight_JB), torch.empty_like(weight_JB)
+    pairs = DraftPairs(row_JB, weight_JB, value_JB, row_JB > 0, label_JB, accept_JB)
+    mine = logit_JBV if ids_K is None else logit_JBV[..., ids_K].contiguous()
+    draft_passes(mine, teacher, ids_K, pairs, objective=objective, gradient=True, kl_decay=3.0, ce_share=0.1)
 
 
 def linears() -> Jobs:

@@ -27,15 +27,15 @@ STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s")
 
 
 @cache
-def compiled_tree(tile, *, alone=False):
-    kind = f"tensordesc<bf16[1,1,{tile.keys},128]>" if tile.bulk else "*bf16"
+def compiled_tree(tile, *, alone=False, window=0, D=128):
+    kind = f"tensordesc<bf16[1,1,{tile.keys},{D}]>" if tile.bulk else "*bf16"
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
-    types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64"}
+    types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64", "depth_ptr": "*i64"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
     constants = {
-        "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
+        "G": 8, "GROUP": 4, "D": D, "WIDTH": D, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
         "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
-        "ALONE": alone,
+        "ALONE": alone, "WINDOW": window,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
@@ -79,11 +79,30 @@ def test_tree_attention(tile, alone):
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG"))
 
 
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("tile", tree_attention_launch.WIDE_TILES, ids=lambda tile: f"{tile.rows} rows")
+def test_tree_attention_of_heads_of_256(tile, window):
+    built = compiled_tree(tile, alone=tile.rows > 16, window=window, D=256)
+    assert built.stack_bytes == 0 and built.registers <= 255
+    assert built.shared_bytes * tile.resident <= 227 * 1024
+    assert built.count("HGMMA" if tile.rows >= 64 else "HMMA") > 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tree_attention_in_a_window(alone):
+    """Nothing is spilled where every tile is masked."""
+    tile = tree_attention_launch.TILES[0 if not alone else 2]
+    built = compiled_tree(tile, alone=alone, window=512)
+    assert built.stack_bytes == 0 and built.registers <= 255
+    assert built.count("HGMMA" if tile.rows >= 64 else "HMMA") > 0
+
+
 def test_the_end_of_tree_attention():
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")} | {"len_ptr": "*i64", "bits_ptr": "*i64"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": 64, "KEYS": 64, "OWN": 16, "CHAINED": True,
+        "WINDOW": 512,
     }  # fmt: skip
     built = compile_kernel(tree.finish_kernel, types, constants, aligned=STRIDES)
     assert built.stack_bytes == 0

@@ -23,18 +23,23 @@ def test_the_kernels_compile_for_hopper_without_spills():
     built = aot.compile_kernel(
         getattr(draft_loss_kernel, "_teacher_kernel"),  # noqa: B009 (the check of all kernels looks for the name)
         types,
-        {"COLUMNS": 2048},
+        {"IDS": True, "COLUMNS": 2048},
         aligned=["logit_b", "V", "K"],
         warps=8,
     )
     assert built.stack_bytes == 0 and built.registers <= 64 and built.count("LDG.E.128")
     types |= {"row_ptr": "*i64", "weight_ptr": "*fp32", "value_ptr": "*fp32", "hit_ptr": "*i8"}
-    types |= {"kl_decay": "fp32"}
-    for objective in range(len(DRAFT_OBJECTIVES)):
+    types |= {"label_ptr": "*i64", "accept_ptr": "*fp32", "factor": "fp32"}
+    for objective in range(draft_loss_kernel.CE_TV + 1):
         built = aot.compile_kernel(
             getattr(draft_loss_kernel, "_passes_kernel"),  # noqa: B009
             types,
-            {"OBJECTIVE": objective, "GRADIENT": True, "COLUMNS": 2048},
+            {
+                "OBJECTIVE": objective,
+                "GRADIENT": True,
+                "IDS": objective != draft_loss_kernel.CE_TV,
+                "COLUMNS": 2048,
+            },
             aligned=["K"],
             warps=8,
         )
@@ -105,4 +110,33 @@ def test_the_kernels_equal_the_reference_on_a_gpu(objective, monkeypatch):
     (value, hits, grad, best), (exact_value, exact_hits, exact_grad, exact_best) = found
     torch.testing.assert_close(value, exact_value, rtol=1e-4, atol=1e-5)
     assert torch.equal(best, exact_best) and torch.equal(hits, exact_hits) and hits.any()
+    assert (grad - exact_grad).norm() < 0.01 * exact_grad.norm()
+
+
+@pytest.mark.gpu
+def test_the_loss_of_blocks_equals_the_reference_on_a_gpu(monkeypatch):
+    """Cross-entropy and accepted share over one vocabulary: values to 1e-4, gradients to bf16's rounding."""
+    gen = torch.Generator("cuda").manual_seed(1)
+    B, V = 65, 128256
+    teacher_logits = torch.randn(B, V, generator=gen, device="cuda").mul(3).bfloat16()
+    logits = torch.randn(1, B, V, generator=gen, device="cuda").mul(3).bfloat16()
+    # near the teacher's, not equal to them: there the sign of q - p depends on the order of a sum
+    logits[0, ::2] = teacher_logits[::2] + 0.1 * logits[0, ::2]
+    labels = torch.randint(V, (1, B), generator=gen, device="cuda")
+    weights = torch.rand(1, B, generator=gen, device="cuda")
+    found = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(draft_loss, "kernels_serve", lambda x: False)
+        mine, outputs = logits.clone(), [torch.empty_like(weights) for _ in range(2)]
+        pairs = draft_loss.DraftPairs(
+            torch.zeros_like(labels), weights, outputs[0], labels < 0, labels, outputs[1]
+        )
+        teacher = draft_loss.teacher_of(teacher_logits, None)
+        draft_loss.draft_passes(mine, teacher, None, pairs, objective="ce_tv", gradient=True, ce_share=0.05)
+        found.append((pairs.value_JB, pairs.accept_JB, pairs.hit_JB, mine.float()))
+    (value, accept, hits, grad), (exact_value, exact_accept, exact_hits, exact_grad) = found
+    torch.testing.assert_close(value, exact_value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(accept, exact_accept, rtol=1e-4, atol=1e-5)
+    assert torch.equal(hits, exact_hits) and hits.any()
     assert (grad - exact_grad).norm() < 0.01 * exact_grad.norm()

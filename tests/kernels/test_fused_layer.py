@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ EIGHT_B = {
             "frequency_ptr": "*fp32",
             "eps": "fp32",
             "scaling": "fp32",
+            "embed_scale": "fp32",
         },
         8,
     ),
@@ -38,8 +40,10 @@ EIGHT_B = {
             "H": 32,
             "G": 8,
             "D": 128,
+            "R": 128,
             "HALF": 64,
             "HEADS": 4,
+            "NEIGHBOURS": False,
             "NORM": True,
             "WRITE": True,
             "WRAP": 384,
@@ -128,8 +132,11 @@ def test_add_rms_norm(device, dtype, width, adds, monkeypatch):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("constant", [True, False])
-@pytest.mark.parametrize(("path", "ahead", "steps"), [(False, 0, False), (False, 3, False), (True, 2, True)])
-def test_rows_enter(device, dtype, constant, path, ahead, steps, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "ahead", "steps", "scale"),
+    [(False, 0, False, 1.0), (False, 3, False, 1.0), (True, 2, True, 6.9375)],
+)
+def test_rows_enter(device, dtype, constant, path, ahead, steps, scale, monkeypatch):
     """Embeddings, norm, cos and sin have the bits of the operators that do one of these each."""
     E, D, B, T = 48, 24, 2, 3
     table, weight = made(device, dtype, 30, 2 * E)[:, :E], made(device, dtype, E, seed=2)
@@ -153,9 +160,9 @@ def test_rows_enter(device, dtype, constant, path, ahead, steps, monkeypatch):
         x, normed, turns = way(
             monkeypatch, "enter_rows", ids if path else ids[:, :T], table, (weight, 1e-5),
             RowPositions.after(first, T, ahead=ahead, steps=steps), angles if constant else rope,
-            path_BT=at_BT, normed_NE=entry[:, E:],
+            path_BT=at_BT, normed_NE=entry[:, E:], embed_scale=scale,
         )  # fmt: skip
-        expected = way(monkeypatch, "add_rms_norm", table[chosen.flatten()], None, weight, 1e-5)
+        expected = way(monkeypatch, "add_rms_norm", scale * table[chosen.flatten()], None, weight, 1e-5)
         assert (
             torch.equal(x, expected[0])
             and torch.equal(normed, expected[1])
@@ -170,14 +177,16 @@ def test_rows_enter(device, dtype, constant, path, ahead, steps, monkeypatch):
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((6, 1), 24), ((5, 5), 128)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotate_heads(device, dtype, heads, dim, normed, monkeypatch):
-    n = sum(heads) + heads[1]
+@pytest.mark.parametrize(("part", "neighbours"), [(1, False), (2, False), (1, True), (2, True)])
+def test_rotate_heads(device, dtype, heads, dim, normed, part, neighbours, monkeypatch):
+    n, R = sum(heads) + heads[1], dim // part
     qkv = made(device, dtype, 3, n * dim)
-    angle = made(device, torch.float32, 3, dim, seed=1)
+    angle = made(device, torch.float32, 3, R // 2, seed=1).repeat(1, 2)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     norms = tuple(made(device, dtype, dim, seed=s) for s in (2, 3)) if normed else None
-    expected = reference(monkeypatch, "rotate_heads", qkv.clone(), rope, heads, norms=norms)
-    got = kernel(monkeypatch, "rotate_heads", qkv, rope, heads, norms=norms)
+    how = {"norms": norms, "neighbours": neighbours}
+    expected = reference(monkeypatch, "rotate_heads", qkv.clone(), rope, heads, **how)
+    got = kernel(monkeypatch, "rotate_heads", qkv, rope, heads, **how)
     close(got, expected)
     assert got[2].data_ptr() == qkv.data_ptr() + sum(heads) * dim * qkv.element_size()
 
@@ -220,14 +229,16 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, fixed,
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize(("wrap", "fixed"), [(None, 0), (7, 0), (5, 3)])
-def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, fixed, monkeypatch):
+def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, part, wrap, fixed, monkeypatch):
     """Two sequences of three rows: what lies in the slots is what comes back, and nothing else changes."""
     H, G, D, T = 6, 3, 24, 3
     qkv = made(device, dtype, 2 * T, (H + 2 * G) * D)
-    angle = made(device, torch.float32, 2 * T, D, seed=1)
+    angle = made(device, torch.float32, 2 * T, D // part // 2, seed=1).repeat(1, 2)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     norms = tuple(made(device, dtype, D, seed=s) for s in (2, 3)) if normed else None
+    how = {"norms": norms, "neighbours": part > 1}
     slot_B = torch.tensor([[5, 6], [1, 2]], device=device)[:, 0]  # a view, as a table's first column is
     counts = (2, 3) if wrap else (3, 3)
     count_B = torch.tensor(counts, device=device) if wrap else None
@@ -235,7 +246,7 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, fixed
     for way in (kernel, reference):
         held = made(device, dtype, 2, 2, G, 9, D, seed=4)
         into = Slots(held[0], held[1], slot_B, 1, wrap, count_B, fixed)
-        got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), norms=norms, into=into)
+        got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), into=into, **how)
         for b in range(2):
             for t in range(counts[b]):
                 slot = into.rows(T)[b, t]
@@ -287,3 +298,17 @@ def test_gradients_go_through_plain_torch():
     assert not fused_layer.kernels_serve(x)
     fused_layer.swiglu(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe"])
+def test_parts_of_heads_are_rotated_as_transformers_does(family):
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    heads, D, R = (4, 2), 16, 8
+    qkv = made("cpu", torch.float64, 3, 8 * D)
+    angle = made("cpu", torch.float64, 3, R // 2, seed=1).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    q, k, _ = qkv.view(3, 8, D).split((4, 2, 2), 1)
+    expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    got = fused_layer.rotate_heads(qkv, (cos, sin), heads, neighbours=family == "glm4")
+    for mine, theirs in zip(got[:2], expected, strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(mine[..., R:], theirs[..., R:])

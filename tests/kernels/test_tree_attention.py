@@ -24,6 +24,37 @@ def test_the_reference_follows_the_definition(mask, nodes):
                 torch.testing.assert_close(out[b, h, t], torch.softmax(logit, 0) @ v[b, h // 2, slots])
 
 
+@pytest.mark.parametrize("mask", ["causal", "tree"])
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_the_reference_of_a_window_follows_the_definition(mask, window):
+    """A new token's place is the prefix's length and the number of its ancestors."""
+    q, k, v, len_B = dense_case(B=2, T=9, lens=(4, 30), S=50, dtype=torch.float64)
+    bits, visible_BTT = mask_named(mask, 2, 9)
+    depth_BT = visible_BTT.sum(-1) - 1
+    out, lse = tree_attention(q, k, v, len_B, bits, scale=0.4, window=window, depth_BT=depth_BT)
+    for b, n in enumerate(len_B.tolist()):
+        for row in range(9):
+            ancestors = visible_BTT[b, row].nonzero()[:, 0].tolist()
+            seen = [*range(n), *(n + node for node in ancestors)][-window:]
+            score_HS = torch.einsum("hd,hsd->hs", q[b, :, row], k[b, :, seen].repeat_interleave(2, 0)) * 0.4
+            expected = torch.einsum("hs,hsd->hd", score_HS.softmax(-1), v[b, :, seen].repeat_interleave(2, 0))
+            torch.testing.assert_close(out[b, :, row], expected)
+            torch.testing.assert_close(lse[b, :, row], score_HS.logsumexp(-1))
+
+
+def test_a_window_needs_the_positions_of_all_new_tokens():
+    q, k, v, len_B = dense_case()
+    bits, _ = mask_named("tree", 1, 3)
+    wrong = [
+        ({"mask": None}, "no mask"),
+        ({"mask": bits}, "depths None"),
+        ({"mask": CAUSAL, "window": -1}, "-1"),
+    ]
+    for keys, message in wrong:
+        with pytest.raises(DataError, match=message):
+            tree_attention(q, k, v, len_B, scale=1.0, **{"window": 4, **keys})
+
+
 def test_rows_that_see_nothing_give_zero():
     q, k, v, len_B = dense_case(lens=(0,))
     out, lse = tree_attention(q, k, v, len_B, None, scale=1.0)
@@ -91,7 +122,13 @@ GPU_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "D"),
-    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 64)],
+    [
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.float16, 128),
+        (torch.float32, 64),
+        (torch.bfloat16, 256),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
@@ -104,6 +141,23 @@ def test_kernels_on_a_gpu(case, dtype, D):
             q.double(), k.double(), v.double(), len_B, mask, scale=D**-0.5
         )
         assert distance(out, expected) <= (1e-5 if dtype == torch.float32 else 4e-3)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "D"), [(1, 128), (100, 256), (512, 128)])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_windows_on_a_gpu(case, window, D):
+    q, k, v, len_B = dense_case(**case, D=D, dtype=torch.bfloat16, device="cuda")
+    for name in ("causal", "tree"):
+        mask, visible_BTT = mask_named(name, len(len_B), q.shape[2], "cuda")
+        depth_BT = (visible_BTT.sum(-1) - 1).cuda()
+        how = {"scale": D**-0.5, "window": window, "depth_BT": depth_BT}
+        out, lse = tree_attention(q, k, v, len_B, mask, **how)
+        expected, expected_lse = reference.tree_attention(
+            q.double(), k.double(), v.double(), len_B, mask, **how
+        )
+        assert distance(out, expected) <= 4e-3
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0)
 
 
@@ -135,6 +189,7 @@ def test_bits_of_a_mask_on_a_gpu(rows, nodes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("n", [0, 5, 61, 64, 2040, 2044, 8185, 9000])
 @pytest.mark.parametrize(
     ("widths", "batch", "H", "G", "D"),
@@ -145,9 +200,10 @@ def test_bits_of_a_mask_on_a_gpu(rows, nodes):
         ((4, 8, 3), 1, 16, 2, 128),
         ((2, 2), 3, 8, 4, 64),
         ((1,) * 15, 1, 32, 8, 128),
+        ((2, 4, 4), 1, 4, 1, 256),
     ],
 )
-def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n):
+def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n, window):
     """Steps of up to 16 rows, at the ends of tiles and where the tiles of each split become one more."""
     visible_BTT = torch.stack([grown(widths) for _ in range(batch)])
     T = visible_BTT.shape[1]
@@ -156,7 +212,9 @@ def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n
         B=batch, T=T, H=H, G=G, D=D, lens=lens, S=max(lens) + T + 9, dtype=torch.bfloat16, device="cuda"
     )
     mask = CAUSAL if max(widths) == 1 else tree_bits(visible_BTT).cuda()
-    out, lse = tree_attention(q, k, v, len_B, mask, scale=D**-0.5)
+    how = {"scale": D**-0.5, "window": window}
+    depth_BT = (visible_BTT.sum(-1) - 1).cuda()
+    out, lse = tree_attention(q, k, v, len_B, mask, **how, depth_BT=depth_BT)
     for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
-        own, own_lse = tree_attention(*case, CAUSAL, scale=D**-0.5)
+        own, own_lse = tree_attention(*case, CAUSAL, **how)
         assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])

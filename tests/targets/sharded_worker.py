@@ -27,6 +27,7 @@ from longtrain.methods.lookaheadkv.spec import SPEC as LOOKAHEAD
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import OutputRequest
+from tests.families import usual
 
 WORLD = 2
 KINDS = (None, "fsdp2")
@@ -229,6 +230,22 @@ def another_rank_ends(rank, whole, sharded):
         raise AssertionError("it went unnoticed")
 
 
+def experts(rank, _whole, _sharded):
+    """Experts, a router that stays in fp32, and its bias, which is a buffer and stays whole."""
+    folder = Path(_whole.info.name).parent / "experts"
+    whole, sharded = (load_target(folder, device=_whole.device, shard=shard) for shard in KINDS)
+    assert sharded.info == whole.info
+    batch = row(whole, rank, [(5, 9), (20 + 8 * rank, 4)])
+    args = (batch.ids_T, positions(batch), batch.bounds, OutputRequest("none", hidden=(0, 2, -1)))
+    with torch.no_grad():
+        mine, theirs = whole.packed(*args), sharded.packed(*args)
+    assert all(torch.equal(mine.hidden[layer], theirs.hidden[layer]) for layer in mine.hidden)
+    mine, theirs = whole.layer_state(2), sharded.layer_state(2)
+    assert mine.keys() == theirs.keys() and "mlp.gate.e_score_correction_bias" in mine
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert mine["mlp.gate.weight"].dtype == torch.float32 and mine["mlp.gate.e_score_correction_bias"].any()
+
+
 CHECKS = (
     packed_outputs,
     early_exits,
@@ -236,6 +253,7 @@ CHECKS = (
     longspec,
     lookaheadkv,
     answers,
+    experts,
     a_pass_that_breaks,
     refused,
     machines,
@@ -269,6 +287,11 @@ def run(folder, kind):
     shape = {**SHAPES["qwen3_micro"], "num_hidden_layers": 3, "intermediate_size": 81}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder / "model")
     tokenizer_files(folder / "model")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**usual("glm4_moe")))
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.uniform_(-0.1, 0.1)
+    model.save_pretrained(folder / "experts")
+    tokenizer_files(folder / "experts")
     torch.multiprocessing.spawn(main, (str(folder), kind), nprocs=WORLD)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 

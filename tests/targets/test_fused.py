@@ -8,7 +8,7 @@ from torch import nn
 
 from longtrain.cache.arena import ArenaCache
 from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.errors import ConfigError
 from longtrain.targets.fused import joined
 from longtrain.targets.int4 import Int4Target
 from longtrain.targets.loading import random_target
@@ -131,10 +131,14 @@ def test_long_prompts_go_through_the_mlp_in_pieces(monkeypatch):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-def test_another_activation_is_refused():
-    target = random_target({**SHAPES["llama_micro"], "hidden_act": "gelu"})
-    with pytest.raises(TargetMismatchError, match="activation 'gelu'"):
-        target.fuse()
+@pytest.mark.parametrize("other", [{"hidden_act": "gelu"}, {"mlp_bias": True}])
+def test_an_mlp_that_is_no_swiglu_without_biases_runs_as_the_module_that_it_is(other):
+    target = random_target({**SHAPES["llama_micro"], **other})
+    outputs = OutputRequest("all", (0, -1))
+    expected, _ = steps(target, outputs)
+    for a, b in zip(steps(target.fuse(), outputs)[0], expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert target.fused.layers[0].mlp is None and target.fused.layers[0].qkv is not None
 
 
 @pytest.mark.parametrize("kind", ["arena", "hierarchical", "draft view"])

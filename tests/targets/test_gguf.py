@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
@@ -255,3 +255,14 @@ def test_the_factors_of_llama_3_are_its_rotary_type(cache, tmp_path, factor):
     file = write(tmp_path / "a.gguf", more={"rope_freqs.weight": np.array(factors, np.float32)})
     rope = load_target(file).info.rope
     assert rope["rope_type"] == "llama3" and rope["factor"] == factor
+
+
+def test_scaling_is_that_of_the_full_layers_where_there_are_two_tables(tmp_path, monkeypatch):
+    file = write(tmp_path / "small.gguf", arch="gemma3", rope__unused=1)
+    stored = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    monkeypatch.setattr(reader, "_value", lambda _reader, key: stored.get(key))
+    config = AutoConfig.for_model("gemma3_text")
+    reader._mend_rope(config, gguf.GGUFReader(file), "gemma3", file)
+    tables = config.rope_parameters
+    assert tables["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert tables["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +20,7 @@ from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.stored.checkpoint import StoredWeights
 from longtrain.targets.stored.quantised import Quantisation
+from tests.families import usual
 
 SHAPE = {**SHAPES["llama_micro"], "hidden_size": 64, "intermediate_size": 128}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -252,7 +253,6 @@ METHODS = [
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes nf4"),
     ({"quant_method": "gptq", "bits": 4}, r"GPTQ \(4 bits\)"),
     ({"quant_method": "awq", "bits": 4}, r"AWQ \(4 bits\)"),
-    ({"quant_method": "mxfp4"}, "MXFP4"),
     ({"quant_method": "hqq"}, "hqq"),
     ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-"),
     ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4}}}},
@@ -293,3 +293,28 @@ def test_tensors_of_other_methods_are_refused_by_name_where_no_config_says_it(wr
     save_file({**plain, f"model.layers.0.mlp.{name}": torch.ones(1)}, folder / "model.safetensors")
     with pytest.raises(TargetMismatchError, match=f"is quantised with {method}.*, which is not read"):
         load_target(folder)
+
+
+@pytest.mark.parametrize("block", [(24, 12), "channel"])
+def test_experts_are_dequantised_one_by_one(block, tmp_path, tokenizer_folder):
+    """Each has scales of its own; the model holds all of a layer in one tensor."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**usual("qwen3_moe")), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tensors, plain = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if ".experts." in name:
+            tensors[name], scale = quantise(weight, block, FP8, torch.float32)
+            tensors[f"{name}_scale_inv"] = scale
+            plain[name] = tensors[name].float() * spread(scale, weight.shape)
+    for file in tokenizer_folder.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": fp8(block)}))
+    layer = load_target(tmp_path, dtype="float32").layer_state(1)
+    for expert in range(8):
+        parts = [plain[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up")]
+        assert torch.equal(layer["mlp.experts.gate_up_proj"][expert], torch.cat(parts))
+        down = plain[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"]
+        assert torch.equal(layer["mlp.experts.down_proj"][expert], down)

@@ -176,13 +176,13 @@ def test_weights_that_are_no_floats_are_refused(write):
         load_target(folder)
 
 
-def test_a_window_of_the_context_is_refused_where_the_context_is_longer(write):
+def test_a_window_of_the_context_is_one_where_the_context_is_longer(write):
     folder = write(family="mistral_micro", sliding_window=64, max_position_embeddings=64)
-    assert same_logits(folder, max_positions=64).info.max_positions == 64
-    with pytest.raises(
-        TargetMismatchError, match=r"\(window 64, context 65\), which target.max_positions=64 stays"
-    ):
-        load_target(folder, max_positions=65)
+    short, long = (same_logits(folder, max_positions=most).info for most in (64, 65))
+    assert (short.max_positions, short.layers, long.layer(1).window) == (64, (), 64)
+    assert short.weights_hash == long.weights_hash
+    with pytest.raises(TargetMismatchError, match=r"layers=layer 0: .*'window': 0"):
+        short.check(long)
 
 
 @pytest.mark.parametrize("key", ["return_dict", "output_hidden_states"])

@@ -15,9 +15,20 @@ from longtrain.targets.loading import random_target
 from longtrain.targets.lora import Lora
 from longtrain.targets.step import OutputRequest, TokenBatch
 from longtrain.targets.suffix import GROUPS, SuffixRun
+from tests.families import FAMILIES as OTHERS
+from tests.families import usual
 
-FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
+FAMILIES = [
+    "llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro",
+    *(usual(family) for family in OTHERS if family != "gpt_oss"),  # LookaheadKV refuses sinks
+]  # fmt: skip
 LENGTHS = [23, 9, 17]
+
+
+def name_of(shape):
+    return shape if isinstance(shape, str) else shape["model_type"]
+
+
 M = 4
 
 
@@ -42,7 +53,8 @@ def lora(target, seed=1, rank=2):
         b_OR = torch.block_diag(*(0.5 * draw(len(weight), rank) for weight in weights))
         return Lora(key, [index], draw(1, len(weights) * rank, weights[0].shape[1]), b_OR[None])
 
-    return [one(*layer, key) for layer in enumerate(target.model.model.layers) for key in GROUPS]
+    keys = [key for key in GROUPS if target.family.swiglu or key in ("qkv", "o")]
+    return [one(*layer, key) for layer in enumerate(target.model.model.layers) for key in keys]
 
 
 def merged(target, adapters):
@@ -87,7 +99,7 @@ def attention(target, embeds, cache):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
 def test_rows_compute_what_the_target_with_merged_weights_computes(family):
     target = random_target(family, seed=3, dtype=torch.float64)
     adapters = lora(target)
@@ -155,7 +167,7 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
             assert not one.b_LOR.grad[0, -values:].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
 def test_gradients_are_those_of_finite_differences_with_joined_weights_or_without(family, monkeypatch):
     """All of them: of the inputs, and of A and B, of all layers at once or of one after the other."""
     target = random_target(family, seed=3, dtype=torch.float64)
@@ -192,7 +204,8 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
         grads = torch.autograd.grad(loss(), given, allow_unused=True)
         found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
         got = float(sum((g * way).sum() for g, way in zip(found[-1], ways, strict=True)))
-        assert got == pytest.approx(outputs, rel=1e-5)  # the differences', and the norms' weights are fp32
+        # the differences', and norms compute in fp32; so do routers, which are steep
+        assert got == pytest.approx(outputs, rel=2e-3 if target.info.experts else 1e-5)
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

@@ -39,7 +39,10 @@ FAULTS = (
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ"),
     ({"head_dim": 9}, "head_dim=9"),
-    ({"model_type": "mistral", "sliding_window": 64}, "window 64"),
+    (
+        {"model_type": "llama", "layer_types": ["chunked_attention"] * 3, "num_hidden_layers": 3},
+        "chunked_attention",
+    ),
 )
 """What a config says that is no model for us -> the words of the refusal."""
 
@@ -77,7 +80,7 @@ def drawn(seed):
     if family == "llama":
         values["mlp_bias"] = rng.random() < 0.3
     if family == "mistral":
-        values["sliding_window"] = rng.choice((None, 128, 4096))
+        values["sliding_window"] = rng.choice((None, 16, 128, 4096))
     if seed % 4:
         return values, rng, ""
     fault, cause = FAULTS[seed // 4 % len(FAULTS)]

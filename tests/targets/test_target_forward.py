@@ -11,7 +11,7 @@ from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES as SHAPE_TABLE
 from longtrain.targets.step import OutputRequest, TokenBatch
 
-SHAPES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
+SHAPES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro", "gemma3_micro"]
 # Norms and rotary angles run in fp32 inside these models, whatever their dtype: inputs that differ by 1e-16
 # may round apart there, by 6e-8 relative.
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

@@ -218,14 +218,18 @@ def test_weights_that_do_not_fit_the_config(folder):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "mistral", "sliding_window": 128}, "sliding-window"),
-        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1,
-          "num_hidden_layers": 2}, "sliding-window"),
+        ({"model_type": "llama", "layer_types": ["chunked_attention", "full_attention"],
+          "num_hidden_layers": 2}, "chunked_attention"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later tokens"),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 4}, "no layer that sees the whole text"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "softcap"),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2,
+          "rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
+         "dynamic"),
         ({"model_type": "deepseek_v3"}, "MLA"),
         ({"model_type": "gemma2"}, "softcap"),
-        ({"model_type": "gpt_oss"}, "sinks"),
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "phi3"}, "family"),
+        ({"model_type": "granite"}, "family"),
         ({"model_type": "llama", "max_position_embeddings": 64,
           "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     ],
@@ -237,9 +241,9 @@ def test_attention_that_the_hook_would_get_wrong_is_refused(values, message):
 
 
 def test_refusal_comes_before_weights_are_read(folder):
-    edit_config(folder, use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
+    edit_config(folder, partial_rotary_factor=0.5)
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(TargetMismatchError, match="sliding-window"):
+    with pytest.raises(TargetMismatchError, match="partial_rotary_factor"):
         load_target(folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type="gpt2", n_layer=1, n_embd=12))
     with pytest.raises(TargetMismatchError, match="gpt2"):
@@ -257,6 +261,12 @@ def test_windows_that_are_not_in_use_are_no_reason():
 
 
 def test_a_window_of_the_whole_context_reads_as_none():
+    for positions, windows in ((64, 0), (65, 2)):
+        info = random_target(
+            {**SHAPES["mistral_micro"], "sliding_window": 64, "max_position_embeddings": positions}
+        ).info
+        assert sum(info.layer(index).window == 64 for index in range(2)) == windows
+        assert bool(info.layers) == bool(windows) and info.layer(1).kind == ("window" if windows else "full")
     target = random_target({**SHAPES["mistral_micro"], "sliding_window": 64, "max_position_embeddings": 64})
     plain = random_target({**SHAPES["mistral_micro"], "max_position_embeddings": 64})
     prompts = [[3, 4, 5, 6, 7]]
@@ -264,9 +274,7 @@ def test_a_window_of_the_whole_context_reads_as_none():
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(
-    "extra", [{"sliding_window": 4}, {"s_aux": torch.zeros(2)}, {"softcap": 50.0}, {"of_the_future": 1}]
-)
+@pytest.mark.parametrize("extra", [{"softcap": 50.0}, {"of_the_future": 1}])
 def test_attention_of_another_kind_is_never_computed_as_plain(extra):
     heads = torch.zeros(1, 2, 1, 4)
     with pytest.raises(TargetMismatchError, match=next(iter(extra))):

@@ -55,6 +55,9 @@ CYCLES, DEPTH = 2, 4
 ACCEPTED = 2
 """Drafted tokens that are accepted in every cycle."""
 
+SCRIPTED = CYCLES * (ACCEPTED + 1) + DEPTH - ACCEPTED
+"""Tokens after the prompt of a script that is read from a document."""
+
 LOWEST = -25.0
 """Lower bound to which log-probabilities and a selector's scores are clamped before the comparison (nats)."""
 
@@ -127,6 +130,18 @@ def _script(info: TargetInfo, tokens: int) -> dict[str, Tensor]:
         "roots_C": torch.randint(info.vocab_size, (CYCLES,), generator=gen),
         "drafts_CD": torch.randint(info.vocab_size, (CYCLES, DEPTH), generator=gen),
     }
+
+
+def script_of(ids_T: Tensor) -> dict[str, Tensor]:
+    """Return a document as a draft's script: its last tokens are the roots and drafted tokens.
+
+    Args:
+        ids_T: token ids of a document, at least `SCRIPTED` + 2.
+    """
+    first = len(ids_T) - SCRIPTED
+    roots = [first + cycle * (ACCEPTED + 1) for cycle in range(CYCLES)]
+    drafts = [ids_T[root + 1 : root + 1 + DEPTH] for root in roots]
+    return {"ids_T": ids_T[:first], "roots_C": ids_T[roots], "drafts_CD": torch.stack(drafts)}
 
 
 def _centred_distance(got: Tensor, expected: Tensor) -> Tensor:

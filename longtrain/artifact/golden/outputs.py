@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from longtrain.artifact.golden.checks import FAR, Check
-from longtrain.artifact.golden.kinds import Attach, Kind
+from longtrain.artifact.golden.kinds import Attach, Kind, script_of
 from longtrain.artifact.golden.stored_forward import StoredForward
 from longtrain.artifact.golden.wide import WideTarget
 from longtrain.errors import ArtifactError, first_line
@@ -57,6 +57,9 @@ kernels that sum in another order by more."""
 OUTPUTS = "outputs"
 """Key of the outputs' noise; the other keys are names of inputs."""
 
+States = tuple[Tensor, Mapping[str, Tensor]]
+"""Token ids [T] of a document, and the target's states [T, E] for it under the names of inputs."""
+
 Found = tuple[Tensor, dict[str, Tensor]]
 """A module's outputs, and the target's tensors that it read to compute them."""
 
@@ -72,7 +75,7 @@ class Golden:
             [S, H, K], `hidden_LAYER` and `input_LAYER` (of a layer's attention) [S, E].
         dtype: the target's dtype when they were recorded, e.g. `bfloat16`.
         noise: relative rounding error in that dtype of each input and of the outputs (`OUTPUTS`); empty if
-            the dtype is not in `HALF`.
+            the dtype is not in `HALF`, and of the outputs alone if another program computed the inputs.
     """
 
     kind: Kind
@@ -83,7 +86,14 @@ class Golden:
 
     @classmethod
     def record(
-        cls, kind: Kind, attach: Attach, target: Target, *, tokens: int, others: Sequence[Attach] = ()
+        cls,
+        kind: Kind,
+        attach: Attach,
+        target: Target,
+        *,
+        tokens: int,
+        others: Sequence[Attach] = (),
+        states: States | None = None,
     ) -> Golden:
         """Compute and record a module's outputs.
 
@@ -94,14 +104,17 @@ class Golden:
             tokens: prompt length; longer than a draft's own window, or a missing window would go unnoticed.
             others: build variants of the parts that other machines may run (e.g. with a 4-bit copy of the LM
                 head), whose rounding differences count as noise too.
+            states: a document and the target's states for it, if the target cannot run; of a draft alone.
 
         Raises:
             ArtifactError: a tensor of the target is NaN or infinite.
         """
         with exact_products():
-            prompt = kind.prompt(target.info, tokens)
-            golden = cls(kind, prompt, {}, dtype_name(target.dtype), {})
-            found = golden._on_target(attach, target)
+            ids_T, told = (None, None) if states is None else states
+            prompt = kind.prompt(target.info, tokens) if ids_T is None else script_of(ids_T)
+            half = next((one.dtype for one in (told or {}).values() if dtype_name(one.dtype) in HALF), None)
+            golden = cls(kind, prompt, {}, dtype_name(half or target.dtype), {})
+            found = golden._on_target(attach, target, told)
             for name, tensor in found[1].items():
                 if not bool(torch.isfinite(tensor).all()):
                     raise ArtifactError(
@@ -110,9 +123,10 @@ class Golden:
                     )
             golden, wide = replace(golden, inputs=found[1]), found
             if golden.dtype in HALF:
-                wide = golden._on_target(attach, WideTarget(target))
-                again = [wide, *(golden._on_target(other, target) for other in others)]
-                golden = replace(golden, noise=golden._noise(found, again))
+                wide = golden._on_target(attach, WideTarget(target), told)
+                again = [wide, *(golden._on_target(other, target, told) for other in others)]
+                noise = golden._noise(found, again)
+                golden = replace(golden, noise=noise if told is None else {OUTPUTS: noise[OUTPUTS]})
             outputs = {kind.whole: wide[0], kind.near: golden._on_stored(attach, target)}
             golden = replace(golden, own={**prompt, **outputs})
             if kind.choose is None:
@@ -121,6 +135,8 @@ class Golden:
 
     def measure(self, attach: Attach, target: Target) -> list[Check]:
         """Compute the outputs again and return all comparisons, the one on stored inputs first.
+
+        A target without layers (`Target.runs`) is not compared itself.
 
         Args:
             attach: builds the module's parts.
@@ -134,7 +150,7 @@ class Golden:
             return [
                 *self._in_fp32(attach, target),
                 *self._choosing(attach, target),
-                *self._in_its_dtype(attach, target),
+                *(self._in_its_dtype(attach, target) if target.runs else ()),
             ]
 
     def _in_fp32(self, attach: Attach, target: Target) -> Iterator[Check]:
@@ -178,9 +194,10 @@ class Golden:
         distances = self._distances(what, native, self.own[self.kind.whole])
         yield Check(what, _average(distances), max(floor, MULTIPLE * noise.get(OUTPUTS, 0.0)))
 
-    def _on_target(self, attach: Attach, target: Any) -> Found:
-        """Run the module on a target; return its outputs and the tensors it read, on the CPU."""
-        output, read = self.kind.ask(self._part(attach, target), target, target.forward, self.own)
+    def _on_target(self, attach: Attach, target: Any, told: Mapping[str, Tensor] | None = None) -> Found:
+        """Run the module on a target, or on `told` states; return outputs and tensors read, on the CPU."""
+        forward = target.forward if told is None else StoredForward(target, told)
+        output, read = self.kind.ask(self._part(attach, target), target, forward, self.own)
         return output.float().cpu(), {name: tensor.cpu().contiguous() for name, tensor in read.items()}
 
     def _on_stored(self, attach: Attach, target: Target) -> Tensor:
@@ -218,7 +235,7 @@ class Golden:
     def _noise_at_hand(self, attach: Attach, target: Target, found: Found) -> dict[str, float]:
         """Return the stored noise, or measure it if it was stored for a finer dtype."""
         dtype = dtype_name(target.dtype)
-        if dtype not in HALF or (self.noise and dtype == self.dtype):
+        if dtype not in HALF or (len(self.noise) > len(self.inputs) and dtype == self.dtype):
             return self.noise
         now = self._noise(found, [self._on_target(attach, WideTarget(target))])
         return {name: max(value, self.noise.get(name, 0.0)) for name, value in now.items()}

@@ -19,7 +19,7 @@ from longtrain.data.chat import mask as masks
 from longtrain.data.chat.prompts import cut_text
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document, Message
-from longtrain.data.read.encoder import Encoder
+from longtrain.data.read.encoder import SLICE_CHARS, Encoder
 from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import batches, documents, inputs
 from longtrain.errors import ConfigError, DataError
@@ -73,6 +73,8 @@ class Asking:
     salt: Mapping[str, Any]
     sharing: int = 1
     counts: Counter[str] = field(default_factory=Counter)
+    _around: dict[str, int] = field(default_factory=dict)
+    """Text kind -> tokens of its longest question without a piece of text."""
 
     def prompts(self) -> Iterator[Unanswered]:
         """Yield the prompts in the same order in each run: one of each source in turn, as long as it has any.
@@ -106,9 +108,12 @@ class Asking:
                 yield asked
 
     def _of_source(self, source: SourceConfig, encoder: Encoder) -> Iterator[Unanswered]:
-        """Yield the prompts of one source in the order of its documents."""
+        """Yield the prompts of one source in the order of its documents.
+
+        Batches are small, so that the first prompts do not wait for much text to be tokenised.
+        """
         found = inputs(source)
-        stream = batches(documents(source, found, self._report(found), answered=False))
+        stream = batches(documents(source, found, self._report(found), answered=False), SLICE_CHARS)
         for batch, texts in encoder.batches(stream):
             for document in batch:
                 self.counts["documents"] += 1
@@ -138,9 +143,11 @@ class Asking:
 
     def _about(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> Iterator[Unanswered]:
         """Yield pieces of running text, each with a question."""
-        own = self.questions.get(document.kind) or self.questions["text"]
-        around = max(len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own)
-        limit = self.room - around - SLACK
+        asked = document.kind if self.questions.get(document.kind) else "text"
+        own = self.questions[asked]
+        if asked not in self._around:
+            self._around[asked] = max(len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own)
+        limit = self.room - self._around[asked] - SLACK
         config = replace(self.config, prompt_tokens=self.document_tokens, answer_tokens=1)
         pieces = cut_text(
             document,

@@ -246,7 +246,8 @@ def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) ->
         if message["role"] != "assistant":
             continue
         before = render_prompt(tokenizer, messages[:turn], name=name)
-        through = _ids(tokenizer, messages[: turn + 1], name)
+        last = turn + 1 == len(messages)
+        through = whole if last else _ids(tokenizer, messages[: turn + 1], name)
         for part in (before, through):
             if len(part) > len(whole) or not np.array_equal(part, whole[: len(part)]):
                 return _render_by_text(tokenizer, messages, name)

@@ -5,23 +5,24 @@ Shapes: T tokens of one document.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from longtrain.data.chat.conversations import Conversations
+from longtrain.data.chat.held_out import HeldOut
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.packing.again import SourceAgain
 from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.encoder import Encoder
 from longtrain.data.read.kept import KeptText
-from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents, groups
+from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents, groups, held_out
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
 from longtrain.errors import DataError
 from longtrain.log import get_logger
@@ -60,6 +61,9 @@ class Tokenise:
         generate: generates answers, for `answers: target`.
         answers: the answers generated so far.
         known_ids: number of token ids that the target has embeddings for.
+        again: index of a source -> its documents, where prepared data has them already.
+
+    `read` has what was counted in each source, by its index.
     """
 
     config: DataConfig
@@ -68,13 +72,15 @@ class Tokenise:
     generate: Generate | None
     answers: Answers
     known_ids: int
+    again: Mapping[int, SourceAgain] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    nearest_val: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     texts: KeptText | None = None
     errors: list[DataError] = field(default_factory=list)
+    read: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
+        self.held_out = HeldOut(self.config.val_fraction, self.config.seed)
         self.report = self._skip if self.config.on_error == "skip" else _refuse
 
     def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
@@ -88,13 +94,19 @@ class Tokenise:
         self._check(sources)
         with self._encoder() as encoder:
             for index, (source, found) in enumerate(sources):
-                if source.reader != "synthetic":
+                if source.reader == "synthetic":
+                    continue
+                before = Counter(self.counts)
+                if index in self.again:
+                    self._write_again(writer, index, source, self.again[index])
+                else:
                     self._write_source(writer, encoder, index, source, found)
+                self.read[index] = dict(self.counts - before)
         for index, source in synthetic:
             made = self._follow(self._synthetic(source), source)
             for items in groups(made, BATCH_DOCUMENTS):
                 self._add(writer, index, self._with_answers(items, source))
-        self._hold_out_some(writer)
+        self.held_out.complete(writer)
         if all(writer.val):
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
 
@@ -118,6 +130,19 @@ class Tokenise:
                 f"data source {source.reader} {source.where} gave no document; {self.summary()}{first}"
             )
 
+    def _write_again(
+        self, writer: PreparedWriter, index: int, source: SourceConfig, again: SourceAgain
+    ) -> None:
+        """Write one source's documents as they were tokenised before; what is held out is chosen anew."""
+        log.info(
+            "source=%s %s tokens are those of data=%s", source.reader, source.where, again.prepared.folder
+        )
+        self.counts.update({name: count for name, count in again.read.items() if name != "kept"})
+        val = held_out(source)
+        for name, kind, ids_T, mask_T in again.documents():
+            self._add(writer, index, [(Document(name, kind, val=val), ids_T, mask_T)])
+        self.conversations.check_share()
+
     def _check(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Refuse settings that cannot work with any documents, before a source is read."""
         if any(self._prompted(source) for source, _ in sources):
@@ -125,23 +150,6 @@ class Tokenise:
         for source, _ in sources:
             if source.reader == "synthetic":
                 check_synthetic(source, self.tokenizer, self.config)
-
-    def _hold_out_some(self, writer: PreparedWriter) -> None:
-        """Hold out one document of each text kind that has none held out, so that `eval` finds text of it."""
-        for kind, (_, nearest) in self.nearest_val.items():
-            same = [n for n, number in enumerate(writer.kinds) if writer.kind_names[number] == kind]
-            if len(same) > len(nearest) and not any(writer.val[n] for n in same):
-                for n in nearest:
-                    writer.val[n] = True
-
-    def _remember(self, kind: str, place: int, number: int) -> None:
-        """Remember the document (with its group) of each kind that came closest to being held out."""
-        least, numbers = self.nearest_val.get(kind, (place, []))
-        if place < least:
-            least, numbers = place, []
-        if place == least:
-            numbers.append(number)
-        self.nearest_val[kind] = (least, numbers)
 
     def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """Have the target generate the missing answers, or the missing ones of the part of `answers`."""
@@ -202,13 +210,9 @@ class Tokenise:
             if not mask_T[1:].any():
                 self.counts["unlabelled"] += 1
                 continue
-            val = document.val
-            if val is None and self.config.val_fraction:
-                place = self._place(document, source)
-                val = place < self.config.val_fraction * 2**64
-                self._remember(document.kind, place, len(writer.starts))
             self.counts["kept"] += 1
-            writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
+            val = self.held_out.add(document, source, len(writer.starts))
+            writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=val)
 
     def _embedded(self, item: Made | PromptDocument) -> bool:
         """Return True if the target has embeddings for all tokens of a document; else report an error."""
@@ -231,12 +235,6 @@ class Tokenise:
             )
         )
         return False
-
-    def _place(self, document: Document, source: int) -> int:
-        """Return a document's pseudo-random number below 2**64; those with the lowest are held out."""
-        name = document.group or document.name
-        draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
-        return int.from_bytes(draw[:8], "big")
 
     def _encoder(self) -> Encoder:
         """Return what tokenises the running text of all sources."""
@@ -276,10 +274,7 @@ class Tokenise:
 
     def _keep_text(self, document: Document, ids_T: np.ndarray, source: int) -> None:
         """Remember training text, into which synthetic sources write their tasks."""
-        held_out = document.val
-        if held_out is None:
-            held_out = self._place(document, source) < self.config.val_fraction * 2**64
-        if self.texts is None or held_out:
+        if self.texts is None or self.held_out.has(document, source):
             return
         marks = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
         self.texts.add(document.kind, ids_T[~np.isin(ids_T, marks)])

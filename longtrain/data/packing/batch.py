@@ -52,6 +52,11 @@ class Batch:
     host_mask_T: Tensor | None = None
     documents_in_step: int = 0
 
+    @property
+    def host_labels(self) -> Tensor:
+        """The loss mask on the host, bool_T; it is copied there if `to` has not kept it."""
+        return self.loss_mask_T.cpu() if self.host_mask_T is None else self.host_mask_T
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with its tensors on `device`; a copy of the mask stays on the host."""
         on_host = self.host_mask_T is None and self.loss_mask_T.device.type == "cpu"

@@ -15,6 +15,7 @@ from longtrain.data.chat import mask as masks
 from longtrain.data.chat.prompts import Answers, Generate, Part
 from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.packing.again import tokenised_before
 from longtrain.data.packing.prepared import PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.data.read.adapters import WITHOUT_TURNS
 from longtrain.data.read.files import need
@@ -81,7 +82,9 @@ def prepare(
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
-        job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
+        keys = [_source_key(config, s, i, token_hash, limit) for s, i in zip(sources, found, strict=True)]
+        again = tokenised_before(folder, keys, known_ids)
+        job = Tokenise(config, tokenizer, limit, generate, answers, known_ids, again)
         with replaced_folder(folder, PREPARED) as temporary:
             writer = PreparedWriter(temporary, known_ids)
             job.write(writer, list(zip(sources, found, strict=True)))
@@ -94,9 +97,11 @@ def prepare(
                     "pad_id": _pad_id(tokenizer),
                     "weights": [source.weight for source in sources],
                     "sources": [
-                        {"source": _plain(s), "inputs": i} for s, i in zip(sources, found, strict=True)
+                        {"source": _plain(s), "inputs": i}
+                        | ({"key": key, "read": job.read[n]} if key and n not in job.held_out.renamed else {})
+                        for n, (s, i, key) in enumerate(zip(sources, found, keys, strict=True))
                     ],
-                    "read": dict(job.counts),
+                    "read": dict(+job.counts),
                 }
             )
         log.info(
@@ -292,6 +297,21 @@ def _fingerprint(
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([CONTENT, *parts, written], sort_keys=True).encode()).hexdigest()
+
+
+def _source_key(
+    config: DataConfig, source: SourceConfig, found: Inputs, token_hash: str, limit: int | None
+) -> str | None:
+    """Return a hash of all that a source's tokens and labels depend on, other sources and passes excluded.
+
+    None if other sources are written into its text, or the target answers it, neither of which is kept with
+    it, or if a file could not be read.
+    """
+    unread = any(not file["sha256"] for file in found.get("files", ()))
+    synthetic = any(one.reader == "synthetic" for one in config.sources)
+    if unread or synthetic or config.written_by_target(source):
+        return None
+    return _fingerprint(config, [replace(source, weight=1.0)], [found], token_hash, limit, None, {})
 
 
 def _plain(source: SourceConfig) -> dict[str, Any]:

@@ -128,8 +128,7 @@ class PreparedWriter:
         self.kinds.append(self.kind_names.index(kind))
         self.sources.append(source)
         self.val.append(val)
-        self.names.write(" ".join(name.split()) or "unnamed")
-        self.names.write("\n")
+        self.names.write(f"{as_line(name)}\n")
         self.ids.append(ids_T)
         self.mask.append(mask_T)
 
@@ -167,6 +166,11 @@ class PreparedWriter:
         }
         body[CHECKSUM] = files.json_sha256(body)
         files.write_text(self.folder / "manifest.json", json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+def as_line(name: str) -> str:
+    """Return a document's name as it is stored: in one line, never empty."""
+    return " ".join(name.split()) or "unnamed"
 
 
 @dataclass(frozen=True)

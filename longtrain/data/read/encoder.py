@@ -5,7 +5,9 @@ Shapes: T tokens of one text.
 
 from __future__ import annotations
 
+import mmap
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -13,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
+from multiprocessing.reduction import DupFd
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -125,7 +129,10 @@ class Encoder:
         yield from self._encoded_in_processes(_drained(ahead, stream))
 
     def _encoded_in_processes(self, stream: Iterator[list[Document]]) -> Iterator[Encoded]:
-        """Yield batches with the token ids of their texts, whose slices several processes tokenise."""
+        """Yield batches with the token ids of their texts, whose slices several processes tokenise.
+
+        Whoever takes them does not wait for more to be read if the next is ready, or has no text.
+        """
         waiting: deque[tuple[list[Document], list[Future[list[np.ndarray]]]]] = deque()
         n_slices = 0
         for batch in stream:
@@ -133,7 +140,9 @@ class Encoder:
             futures = [self._submit(texts) for texts in _slices(_texts(batch))]
             waiting.append((batch, futures))
             n_slices += max(1, len(futures))
-            while waiting and (n_slices > 2 * self._workers or not waiting[0][1]):
+            ready = all(future.done() for future in waiting[0][1])
+            while waiting and (ready or n_slices > 2 * self._workers or not waiting[0][1]):
+                ready = False
                 batch, futures = waiting.popleft()
                 n_slices -= max(1, len(futures))
                 yield batch, _taken(futures)
@@ -176,8 +185,9 @@ class _Pool:
     """Processes that tokenise: started as they are needed, and ended with this process at the latest."""
 
     def __init__(self, tokenizer: Any, workers: int) -> None:
+        self._tokenizer = _Pickled(tokenizer)
         self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(tokenizer,)
+            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._tokenizer,)
         )
 
     def submit(self, texts: list[str]) -> Future[list[np.ndarray]]:
@@ -194,13 +204,50 @@ class _Pool:
     def close(self) -> None:
         """End the processes; work that none has begun is left undone."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._tokenizer.close()
+
+
+class _Pickled:
+    """An object for processes that are being started, pickled into a file that has no name.
+
+    What is handed to such a process directly goes through a pipe, and whoever starts it waits until it has
+    read all of it. A tokenizer takes seconds there, since transformers are imported first, and so the
+    processes would start one after the other. Of this object only a file descriptor goes through the pipe.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._file = TemporaryFile()  # noqa: SIM115 - open until the last process has started
+        pickle.dump(value, self._file)
+        self._file.flush()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Received, (DupFd(self._file.fileno()),)
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+
+class _Received:
+    """What becomes of a `_Pickled` in the process that was started."""
+
+    def __init__(self, descriptor: Any) -> None:
+        self._descriptor = descriptor
+
+    def value(self) -> Any:
+        """Return the object, once."""
+        number = self._descriptor.detach()
+        # the offset of the file is shared by all processes, so it is not read but mapped
+        with mmap.mmap(number, 0, access=mmap.ACCESS_READ) as pickled:
+            os.close(number)
+            return pickle.loads(pickled)
 
 
 _tokenizer: Any = None
 """The tokenizer of a worker process."""
 
 
-def _begin(tokenizer: Any) -> None:
+def _begin(pickled: Any) -> None:
     """Start a worker, whose tokenizer starts no threads of its own.
 
     Signals are left to the parent process, which may finish its work first. A worker whose parent was killed
@@ -211,7 +258,7 @@ def _begin(tokenizer: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = tokenizer
+    _tokenizer = pickled.value()
 
 
 def _end_with_parent() -> None:

@@ -98,9 +98,13 @@ def documents(
     else:
         rows_of = _manifest if source.reader == "manifest" else _rows
         read = rows_of(source, found, report, answered=answered)
-    val = {"auto": None, "train": False, "val": True}[source.split]
     for document in read:
-        yield replace(document, kind=source.kind or document.kind, val=val)
+        yield replace(document, kind=source.kind or document.kind, val=held_out(source))
+
+
+def held_out(source: SourceConfig) -> bool | None:
+    """Return True if all documents of a source are held out, False if none is; None: by `val_fraction`."""
+    return {"auto": None, "train": False, "val": True}[source.split]
 
 
 def _find(source: SourceConfig) -> list[Path]:
@@ -177,14 +181,14 @@ def _manifest(source: SourceConfig, found: Inputs, report: Report, *, answered: 
             yield from _read_or_report(read, report)
 
 
-def batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches of at most `BATCH_CHARS` characters or `BATCH_DOCUMENTS` documents."""
+def batches(stream: Iterable[Document], chars: int = BATCH_CHARS) -> Iterator[list[Document]]:
+    """Group documents into batches that end with `chars` characters or `BATCH_DOCUMENTS` documents."""
     batch: list[Document] = []
     size = 0
     for document in stream:
         batch.append(document)
         size += len(document.text or "") + sum(len(message["content"]) for message in document.messages or ())
-        if size >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+        if size >= chars or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:

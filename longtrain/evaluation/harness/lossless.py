@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +52,8 @@ class Reread:
     Args:
         gap: the largest distance of a token's logit below the best logit of its position; infinite if one
             sequence continues where the other ended.
-        noise: the largest change by another division into steps, at least the dtype's spacing; None: not
-            measured.
+        noise: the largest change by another division into steps, at least the dtype's spacing, or any number
+            up to one that another sequence has; None: not measured.
         positions: number of tokens over which the noise was measured.
     """
 
@@ -63,12 +63,32 @@ class Reread:
 
 
 @dataclass(frozen=True)
+class _Known:
+    """A recomputed sequence, the tokens per step of its noise, and the noise that was of no interest."""
+
+    read: Reread
+    rows: int = 0
+    above: float = 0.0
+
+    def serves(self, above: float | None, rows: int) -> bool:
+        """True if nothing is to be computed for a draft with so many tokens per step."""
+        if above is None:
+            return True
+        if self.read.noise is None or self.rows != rows:
+            return False
+        return self.read.noise > self.above or self.read.noise <= above
+
+
+@dataclass(frozen=True)
 class LosslessCheck:
     """Compares the sequences of a run's drafts with plain decoding.
 
     If a sequence differs, the target recomputes it in one pass. Every token was the best of some step, so it
     lies below the best logit of this pass by no more than rounding moves logits. That noise is measured
     on the same sequence (`harness.rounding`), and only if sequences differ.
+
+    Only the largest noise of a task decides, so a sequence that cannot exceed it is not measured to the end;
+    and what several drafts wrote alike, from the same cache, is recomputed once.
 
     Args:
         target: the frozen model; recomputes the logits around the first difference.
@@ -81,6 +101,8 @@ class LosslessCheck:
     suite: Suite
     systems: Sequence[System]
     sampling: Sampling
+    _known: dict[tuple[Any, ...], _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was recomputed: with which cache, evictor and selector, and which tokens -> the result."""
 
     def judge(
         self, system: System, name: str, drafted: Sequence[Record], partings: Sequence[Parting]
@@ -111,7 +133,8 @@ class LosslessCheck:
         for one in partings:
             measured = sum(other.noise is not None for other in read)
             example, measures = examples[one.first.example], not strict and measured < MEASURED
-            again = self._reread(system, task, example, one, measures=measures) if judged else None
+            above = max((other.noise or 0.0 for other in read), default=0.0) if measures else None
+            again = self._reread(system, task, example, one, above) if judged else None
             read.append(again or Reread(math.inf))
         noises = [one.noise for one in read if one.noise is not None]
         noise = max(noises, default=0.0)
@@ -154,27 +177,35 @@ class LosslessCheck:
         ]
 
     def _reread(
-        self, system: System, task: Task, example: Example, parting: Parting, *, measures: bool
+        self, system: System, task: Task, example: Example, parting: Parting, above: float | None
     ) -> Reread:
-        """Recompute the drafted sequence around the first token that differs."""
+        """Recompute the drafted sequence around the first token that differs.
+
+        Noise is measured unless `above` is None, and exactly if it is above that.
+        """
         turn, at = parting.turn - 1, parting.position
         sides = (parting.first, parting.second)
         if any(turn >= len(record.turns) or at >= len(record.turns[turn].tokens) for record in sides):
             return Reread(math.inf)  # one sequence continues where the other has ended
         tokens, other = parting.first.turns[turn].tokens, parting.second.turns[turn].tokens[at]
         first = max(0, at - BEFORE)
-        passage = self._passage(system, task, example, tokens[: first + WINDOW])
-        passage = replace(passage, first=first)
-        logits_TV = logits_at_once(self.target, system.parts, passage)
+        passage = replace(self._passage(system, task, example, tokens[: first + WINDOW]), first=first)
         info, bars = self.target.info, 0 if task.ignore_eos else max(0, task.min_new_tokens - first)
         barred = (*info.eos_ids, *task.stop_ids(self.target.require_tokenizer())) if bars else ()
-        gap = gap_of(logits_TV, tokens[first : first + WINDOW], barred=barred, bars=bars)
-        gap = max(gap, gap_of(logits_TV[at - first :], [other], barred=barred, bars=bars - (at - first)))
-        if not measures:
-            return Reread(gap)
-        noise = noise_of(self.target, system.parts, passage, logits_TV, rows=system.nodes)
-        least = spacing(float(logits_TV.abs().max()), self.target.dtype)
-        return Reread(gap, max(noise, least), len(logits_TV))
+        part = system.parts
+        key = (id(part.cache), id(part.evictor), id(part.selector), passage, at, other, barred, bars)
+        known = self._known.get(key)
+        if known is None or not known.serves(above, system.nodes):
+            logits_TV = logits_at_once(self.target, part, passage)
+            gap = gap_of(logits_TV, tokens[first : first + WINDOW], barred=barred, bars=bars)
+            gap = max(gap, gap_of(logits_TV[at - first :], [other], barred=barred, bars=bars - (at - first)))
+            known = self._known[key] = _Known(Reread(gap))
+            if above is not None:
+                noise = noise_of(self.target, part, passage, logits_TV, rows=system.nodes, above=above)
+                least = spacing(float(logits_TV.abs().max()), self.target.dtype)
+                read = Reread(gap, max(noise, least), len(logits_TV))
+                known = self._known[key] = _Known(read, system.nodes, above)
+        return known.read if above is not None else Reread(known.read.gap)
 
     def _passage(self, system: System, task: Task, example: Example, tokens: Sequence[int]) -> Passage:
         """A sequence behind its prompt; a short one is followed by a copy of the prompt's end.
@@ -190,9 +221,9 @@ class LosslessCheck:
         more = max(0, min(WINDOW - len(tokens), room))
         own = task.sequence_id(example)
         return Passage(
-            prompt.ids,
+            tuple(prompt.ids),
             (*tokens, *prompt.ids[len(prompt.ids) - min(more, len(prompt.ids)) :]),
-            after=prompt.after,
+            after=tuple(prompt.after),
             max_new_tokens=task.max_new_tokens,
             sequence_id=sequence_id((task.name, example.id)) if own is None else own,
         )

@@ -10,7 +10,7 @@ Shapes: T tokens, V vocabulary, C candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,10 +74,16 @@ def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
     return _wide(target.head(read.step.hidden[-1][0, -looked_at:]))
 
 
-@torch.no_grad()
 def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int) -> Tensor:
     """The same logits, computed in steps of `rows` tokens after the prompt, or fewer if the cache requires
-    it.
+    it; see `each_step`.
+    """
+    return torch.cat(list(each_step(target, parts, passage, rows=rows)))
+
+
+@torch.no_grad()
+def each_step(target: Target, parts: Parts, passage: Passage, *, rows: int) -> Iterator[Tensor]:
+    """Yield the same logits step by step, [steps' tokens, V], in fp32 or wider.
 
     Prompts are prefilled and evicted as in decoding. Tokens before `first` take as few steps as possible.
 
@@ -102,7 +108,9 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
     assert read.step.logits_BTV is not None
     if selector is not None:
         selector.start(read.tokens_BS, read.n_B, read.step, read.cache)
-    found, done = [read.step.logits_BTV[0, -1:]] if passage.first == 0 else [], 0
+    if passage.first == 0:
+        yield _wide(read.step.logits_BTV[0, -1:])
+    done = 0
     while done < len(tokens) - 1:
         before = passage.first - 1 - done
         left = before if before > 0 else min(rows, len(tokens) - 1 - done)
@@ -111,16 +119,21 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
         pos_BT = read.cache.len_B[:, None] + torch.arange(count, device=target.device)
         outputs = OutputRequest(logits="none" if before > 0 else "all")
         step = given_step(target, read.cache, TokenBatch(pos_BT, ids_BT), outputs=outputs, selector=selector)
-        found += [] if step.logits_BTV is None else [step.logits_BTV[0]]
+        if step.logits_BTV is not None:
+            yield _wide(step.logits_BTV[0])
         done += count
-    return _wide(torch.cat(found))
 
 
-def noise_of(target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor, *, rows: int) -> float:
+def noise_of(
+    target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor, *, rows: int, above: float = 0.0
+) -> float:
     """The largest change of the difference between two of the best logits by computing in other steps.
 
     Both ways of decoding, token by token and in steps of `rows`, are compared with the single pass, and
     the smaller of the two changes counts, so that an error in one of them does not pass for rounding.
+
+    Token by token takes by far the most steps. They end where the result is certain: they are not begun if it
+    cannot exceed `above`, and once they have changed more than the others did, those count.
 
     Args:
         target: the frozen model.
@@ -128,9 +141,26 @@ def noise_of(target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor,
         passage: the sequence to compute.
         at_once_TV: `logits_at_once` of the passage.
         rows: tokens per verification step of the draft under test.
+        above: a change up to this is of no interest; what is returned for it is any number up to this.
     """
-    steps = (1, max(rows, 2))
-    return min(change(at_once_TV, logits_in_steps(target, parts, passage, rows=n)) for n in steps)
+    least = math.inf
+    for n in (max(rows, 2), 1):
+        if least > above:
+            least = min(least, _change_up_to(least, target, parts, passage, at_once_TV, rows=n))
+    return least
+
+
+def _change_up_to(
+    enough: float, target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor, *, rows: int
+) -> float:
+    """The largest change by steps of `rows` tokens; once it is `enough`, later steps are left out."""
+    largest, done = 0.0, 0
+    for some_TV in each_step(target, parts, passage, rows=rows):
+        largest = max(largest, change(at_once_TV[done : done + len(some_TV)], some_TV))
+        done += len(some_TV)
+        if largest >= enough:
+            break
+    return largest
 
 
 def change(one_TV: Tensor, other_TV: Tensor) -> float:

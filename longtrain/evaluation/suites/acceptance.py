@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
 
 from longtrain.decoding.stats import Stats
 from longtrain.evaluation.records import Record
@@ -26,9 +25,8 @@ from longtrain.evaluation.suites.drafted import (
 )
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, Task, rows_sha256
-from longtrain.layers import apply_rope
 from longtrain.settings import Count, Lengths, within
-from longtrain.targets.step import OutputRequest, TokenBatch
+from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
@@ -188,41 +186,25 @@ def attention_mass(
     layer %= target.info.n_layers
     ids_T = torch.tensor(list(prompt), device=target.device)
     pos_T = torch.arange(len(ids_T), device=target.device)
+    q_HRD = torch.empty(0)
+
+    def keep(at: int, q_BHTD: Tensor, _k_BGTD: Tensor, _v_BGTD: Tensor) -> None:
+        nonlocal q_HRD
+        if at == layer:
+            q_HRD = q_BHTD[0, :, -rows:].float()
+
     outputs = OutputRequest("none", stop_at_layer=layer, kv=(layer,))
-    k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), outputs).kv[layer]
-    q_RHD, pos_R = _queries(target, ids_T, pos_T, layer=layer, rows=rows)
+    k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), outputs, hook=keep).kv[layer]
     k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
-    scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD.float(), k_THD.float()) * target.info.head_dim**-0.5
+    pos_R = pos_T[-rows:]
+    scores_HRT = torch.einsum("hrd,thd->hrt", q_HRD, k_THD.float()) * target.scaling(layer)
     visible_RT = pos_T[None] <= pos_R[:, None]
-    probs_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf")).softmax(-1)
+    scores_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf"))
+    probs_HRT = scores_HRT.softmax(-1)
+    if (sinks_H := target.sinks(layer)) is not None:
+        probs_HRT *= (scores_HRT.logsumexp(-1) - sinks_H.float()[:, None]).sigmoid()[..., None]
     outside_RT = pos_T[None] < pos_R[:, None] - window
     no_sinks_RT = outside_RT & (pos_T[None] >= SINKS)
     return AttentionMass(
         *(float((probs_HRT * seen_RT).sum(-1).mean().double()) for seen_RT in (outside_RT, no_sinks_RT))
     )
-
-
-def _queries(target: Target, ids_T: Tensor, pos_T: Tensor, *, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The layer's queries at the last positions, after q_norm and RoPE, and their positions."""
-    if layer == 0:
-        hidden_TE = target.embed(ids_T)
-    else:
-        cache = target.new_cache(1, len(ids_T), 1)
-        outputs = OutputRequest(logits="none", hidden=(layer - 1,), stop_at_layer=layer)
-        hidden_TE = target.forward(TokenBatch(pos_T[None], ids_T[None]), cache, outputs=outputs).hidden[
-            layer - 1
-        ][0]
-    info, state = target.info, target.layer_state(layer)
-    hidden_RE, pos_R = hidden_TE[-rows:], pos_T[-rows:]
-    normed_RE = _rms(hidden_RE, state["input_layernorm.weight"], info.rms_norm_eps)
-    q_RX = linear(normed_RE, state["self_attn.q_proj.weight"], state.get("self_attn.q_proj.bias"))
-    q_RHD = q_RX.unflatten(-1, (info.n_heads, info.head_dim))
-    if info.qk_norm:
-        q_RHD = _rms(q_RHD, state["self_attn.q_norm.weight"], info.rms_norm_eps)
-    cos_BTD, sin_BTD = target.rope(pos_R[None])
-    return apply_rope(q_RHD, (cos_BTD[0], sin_BTD[0])), pos_R
-
-
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)

@@ -112,7 +112,8 @@ class OwnAnswers(Texts):
         """`rollouts.Steps.metrics` and what the prompt's KV entries take.
 
         `same` is 1 if the system would have given the answer itself; `kept_entries`, `read_entries` and
-        `context_tokens` count entries of the prompt, mean over layers and KV heads; `cache_bytes` and
+        `context_tokens` count entries of the prompt, mean over KV heads and layers without a window;
+        `cache_bytes` and
         `full_cache_bytes` are those of the prompt alone.
         """
         found = self.followed(target, parts, examples)
@@ -121,13 +122,14 @@ class OwnAnswers(Texts):
     def _measures(self, target: Target, parts: Parts, steps: Steps, example: Example) -> dict[str, float]:
         count = self.size(example)
         info = target.info
-        entry = 2 * info.n_layers * info.n_kv_heads * info.head_dim * target.dtype.itemsize
-        kept, read, held = steps.kept_entries, steps.kept_entries, entry * steps.kept_entries
+        entry = 2 * info.n_kv_heads * info.head_dim * target.dtype.itemsize
+        kept = read = steps.kept_entries
+        held = entry * info.entries(count, kept=kept)
         if parts.cache is not None:
             held = self._cache_bytes(parts, count)
         if parts.selector is not None:
             budget = parts.selector.budget
-            dense = len(budget.dense_layers) / info.n_layers
+            dense = len({*budget.dense_layers} & {*info.full_layers}) / len(info.full_layers)
             read = dense * count + (1 - dense) * min(budget.rows, count)
         return {
             **steps.metrics([]),
@@ -136,7 +138,7 @@ class OwnAnswers(Texts):
             "read_entries": read,
             "context_tokens": float(count),
             "cache_bytes": float(held),
-            "full_cache_bytes": float(entry * count),
+            "full_cache_bytes": float(entry * info.entries(count)),
         }
 
     def _cache_bytes(self, parts: Parts, count: int) -> int:

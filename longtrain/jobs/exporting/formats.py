@@ -92,7 +92,10 @@ def write(cfg: RunConfig, form: str, where: str, *, target: Target | None = None
     artifact = load_artifact(where, cfg.artifact_source)
     formats = _formats(artifact.method, form)
     formats.refuse(form, artifact.typed_config(), None)
-    target = target or load_target(cfg.target, seed=cfg.seed, path=artifact.target.name, fuse=False)
+    whole = "ends" not in artifact.target.extra
+    target = target or load_target(
+        cfg.target, seed=cfg.seed, path=artifact.target.name, fuse=False, layers=whole
+    )
     artifact.build(target)
     folder = cfg.checkpoints / f"{_name(where, cfg.checkpoints)}-{form}"
     ENGINE.refuse_other(folder)

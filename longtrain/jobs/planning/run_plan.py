@@ -88,7 +88,7 @@ class RunPlan:
 
     @cached_property
     def _shape(self) -> tuple[TargetInfo, bool]:
-        return target_shape(self.cfg.target)
+        return target_shape(self.cfg.target, served=self.cfg.features.mode != "engine")
 
     @property
     def info(self) -> TargetInfo:
@@ -132,7 +132,7 @@ class RunPlan:
     @property
     def offline(self) -> bool:
         """True if training reads stored features and loads no layers of the target."""
-        return self.cfg.features.mode == "offline"
+        return self.cfg.features.without_layers
 
     @cached_property
     def layout(self) -> Spread:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.files import read_json
-from longtrain.settings import Count, read
+from longtrain.settings import Count, CountOrZero, read
 from longtrain.targets.at_hand import folder_of
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.families import FAMILIES, refuse_missing
+from longtrain.targets.info import TargetInfo, geometry
 
 if TYPE_CHECKING:
     from longtrain.config import TargetConfig
@@ -31,21 +32,43 @@ class _Shape:
     vocab_size: Count
     max_positions: Count
     tied: bool = False
+    experts: Any = None
 
 
-def target_shape(target: TargetConfig) -> tuple[TargetInfo, bool]:
+@dataclass(frozen=True)
+class _Experts:
+    """`target.shape.experts`, as `costs.model.Experts`."""
+
+    count: Count
+    per_token: Count
+    size: Count
+    shared: CountOrZero = 0
+    dense_layers: CountOrZero = 0
+
+
+def target_shape(target: TargetConfig, *, served: bool = True) -> tuple[TargetInfo, bool]:
     """The target's shape, and True if its LM head shares the embedding's weights.
+
+    Args:
+        target: the target's settings.
+        served: refuse a family that is known and not served; False where an engine runs the target.
 
     Raises:
         ConfigError: there is neither a config.json nor `target.shape`.
+        TargetMismatchError: the target is of a family that is known and not served.
     """
     where = str(target.path or "")
     if (file := config_file(where)) is not None:
         raw = read_json(file)
+        raw = {**raw, **(raw.get("text_config") or {})}
+        if served:
+            refuse_missing(where, raw)
         shape = {
             **asdict(Sizes.of_keys(raw)),
             "max_positions": target.max_positions or raw["max_position_embeddings"],
             "tied": raw.get("tie_word_embeddings", False),
+            "family": raw.get("model_type", ""),
+            **_geometry(file, raw, target.max_positions),
         }
     elif target.shape is not None:
         shape = _shape_of(target.shape)
@@ -55,8 +78,20 @@ def target_shape(target: TargetConfig) -> tuple[TargetInfo, bool]:
             "target.shape; pass +recipe=NAME, target=NAME, target.path=FOLDER or target.shape=llama31_8b, say"
         )
     tied = bool(shape.pop("tied", False))
-    shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
-    return TargetInfo(name=where, **shape), tied
+    shape["experts"] = shape["experts"] or {}
+    unknown = {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
+    return TargetInfo(name=where, **{**unknown, **shape}), tied
+
+
+def _geometry(file: Path, raw: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+    """The rotary embedding and the layers of a target with windows; empty for others, where no job asks."""
+    if not raw.get("sliding_window") or raw.get("model_type") not in FAMILIES:
+        return {}
+    from longtrain.targets.config_file import read_config
+
+    config, size = read_config(file.parent).get_text_config(), Sizes.of_keys(raw).head_dim
+    rope, layers = geometry(config, size, max_positions or raw["max_position_embeddings"])
+    return {"rope": rope, "layers": layers}
 
 
 def config_file(where: str) -> Path | None:
@@ -77,7 +112,10 @@ def _shape_of(shape: Any) -> dict[str, Any]:
     from longtrain.targets.shapes import SHAPES
 
     if isinstance(shape, Mapping):
-        return vars(read(_Shape, shape, "target.shape"))
+        found = vars(read(_Shape, shape, "target.shape"))
+        if found["experts"] is not None:
+            found["experts"] = vars(read(_Experts, found["experts"], "target.shape.experts"))
+        return found
     if shape not in SHAPES:
         sizes = ", ".join(one.name for one in fields(_Shape))
         raise ConfigError(

@@ -73,7 +73,7 @@ def _stage(plan: RunPlan, stage: PackingStage, row: PackedSequence, usual: Packe
 def _stored(cfg: RunConfig, stage: PackingStage) -> float:
     """The share of a stage's packed sequences whose features are read from disk instead of computed."""
     epochs = stage.epochs or 1.0
-    return {"online": 0.0, "offline": 1.0, "fill": max(0.0, 1 - 1 / epochs)}[cfg.features.mode]
+    return {"online": 0.0, "fill": max(0.0, 1 - 1 / epochs)}.get(cfg.features.mode, 1.0)
 
 
 def _steps(cfg: RunConfig, stage: PackingStage, rows: int) -> int | None:
@@ -122,7 +122,7 @@ def disk_of(plan: RunPlan) -> dict[str, int | None]:
         "checkpoints_at_most": disk.GENERATIONS * disk.checkpoint_bytes(plan.trained),
         "data": None if tokens is None else disk.data_bytes(tokens, plan.size.vocab_size),
     }
-    if keeping.mode == "online":
+    if keeping.mode in ("online", "engine"):  # an engine's files are there already
         return found
     step = plan.job(plan.rows[0], plan.given).step
     if not step.kv and not step.hidden:

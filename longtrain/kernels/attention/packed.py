@@ -18,6 +18,8 @@ from longtrain.errors import DataError, refusal
 from longtrain.kernels.attention.flash import flash_segments, flash_serves
 from longtrain.kernels.attention.segments import Segment, cut, segments, spread
 
+_SCORES = 1 << 26
+"""Scores that `packed_lse` holds at once."""
 _ROWS = 128
 """Queries of one masked block: a block reads only keys visible to it, and its mask stays small."""
 
@@ -68,6 +70,53 @@ def packed_attention(
     if flash_serves(q_THD, k_SGD):
         return flash_segments(q_THD, k_SGD, v_SGD, parts, scale=scale, window=window)
     return _blocks(q_THD, k_SGD, v_SGD, parts, scale=scale, window=window)
+
+
+def packed_lse(
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    q_bounds: Sequence[int],
+    k_bounds: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Log of the sum of exponentials of each token's scores in `packed_attention`, without gradients.
+
+    Args:
+        q_THD: queries, after RoPE.
+        k_SGD: keys, after RoPE.
+        q_bounds: segment bounds in q, on the host.
+        k_bounds: segment bounds in k.
+        scale: softmax scale.
+        window: number of previous keys that a token sees besides its own; None: all.
+
+    Returns:
+        lse_TH (natural) in fp32 (fp64 for fp64); -inf for tokens that see nothing.
+    """
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    T, H, _ = q_THD.shape
+    G = k_SGD.shape[1]
+    lse_TH = q_THD.new_full((T, H), -torch.inf, dtype=wide)
+    for part in segments(q_bounds, k_bounds, T, len(k_SGD)):
+        rows, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
+        block = max(1, _SCORES // (H * keys))
+        for start in range(0, rows, block):
+            stop = min(start + block, rows)
+            last_R = torch.arange(start, stop, device=q_THD.device)[:, None] + keys - rows
+            low = 0 if window is None else max(0, start + keys - rows - window)
+            high = max(low, stop + keys - rows)
+            key_C = torch.arange(low, high, device=q_THD.device)
+            seen_RC = key_C <= last_R
+            if window is not None:
+                seen_RC &= key_C >= last_R - window
+            at = slice(part.q_start + start, part.q_start + stop)
+            q_GgRD = q_THD[at].detach().unflatten(1, (G, H // G)).permute(1, 2, 0, 3)
+            k_GDC = k_SGD[part.k_start + low : part.k_start + high].detach().permute(1, 2, 0)
+            scores_GgRC = (q_GgRD @ k_GDC[:, None]).to(wide) * scale
+            lse_GgR = scores_GgRC.masked_fill(~seen_RC, -torch.inf).logsumexp(-1)
+            lse_TH[at] = lse_GgR.flatten(0, 1).T
+    return lse_TH
 
 
 def _blocks(

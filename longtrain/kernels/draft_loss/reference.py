@@ -18,36 +18,59 @@ LEAST = 1e-12
 """The accepted share counts as at least this in a logarithm or below a fraction line."""
 
 
-def teacher_of(logit_BV: Tensor, draft_ids_K: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def teacher_of(logit_BV: Tensor, draft_ids_K: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.draft_loss.teacher_of`."""
     wide = torch.promote_types(logit_BV.dtype, torch.float32)
-    logit_BK = logit_BV.index_select(1, draft_ids_K).to(wide)
-    return logit_BK, logit_BV.to(wide).logsumexp(-1), logit_BK.logsumexp(-1), logit_BV.argmax(-1)
+    wide_BV = logit_BV.to(wide)
+    all_B, best_B = wide_BV.logsumexp(-1), logit_BV.argmax(-1)
+    if draft_ids_K is None:
+        return wide_BV, all_B, all_B, best_B
+    logit_BK = wide_BV.index_select(1, draft_ids_K)
+    return logit_BK, all_B, logit_BK.logsumexp(-1), best_B
 
 
 def draft_passes(
     logit_JBK: Tensor,
     teacher: TeacherLogits,
-    draft_ids_K: Tensor,
+    draft_ids_K: Tensor | None,
     pairs: DraftPairs,
     *,
     objective: str,
-    kl_decay: float,
+    factor: float,
     gradient: bool,
 ) -> None:
-    """See `kernels.draft_loss.draft_passes`."""
+    """See `kernels.draft_loss.draft_passes`; `factor` is the objective's own, `kl_decay` or `ce_share`."""
     known_JB = pairs.row_JB >= 0
-    torch.logical_and(draft_ids_K[logit_JBK.argmax(-1)] == teacher.best_B, known_JB, out=pairs.hit_JB)
+    guess_JB = logit_JBK.argmax(-1)
+    guess_JB = guess_JB if draft_ids_K is None else draft_ids_K[guess_JB]
+    torch.logical_and(guess_JB == teacher.best_B, known_JB, out=pairs.hit_JB)
     wide = torch.promote_types(logit_JBK.dtype, torch.float32)
     logp_BK = teacher.logit_BK - teacher.all_B[:, None]
     logn_BK = teacher.logit_BK - teacher.known_B[:, None]
     for j, logit_BK in enumerate(logit_JBK):
         weight_B = pairs.weight_JB[j] * known_JB[j]
         logq_BK = log_softmax(logit_BK, dim=-1, dtype=wide)
-        value_B, grad_BK = _value(objective, logq_BK, logp_BK, logn_BK, kl_decay)
+        if objective == "ce_tv":
+            assert pairs.label_JB is not None and pairs.accept_JB is not None
+            value_B, grad_BK, accept_B = _mixed(logq_BK, logp_BK, pairs.label_JB[j][:, None], factor)
+            pairs.accept_JB[j] = accept_B * known_JB[j]
+        else:
+            value_B, grad_BK = _value(objective, logq_BK, logp_BK, logn_BK, factor)
         pairs.value_JB[j] = value_B * weight_B
         if gradient:
             logit_BK.copy_(grad_BK.mul_(weight_B[:, None]))
+
+
+def _mixed(
+    logq_BK: Tensor, logp_BK: Tensor, label_B1: Tensor, ce_share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `ce_tv` loss of each token, its gradient, and the accepted share; overwrites `logq_BK`."""
+    ce_B = -logq_BK.gather(-1, label_B1)[:, 0]
+    tv_B, fall_BK = _value("tv", logq_BK, logp_BK, logp_BK, 0.0)
+    # `logq_BK` holds the draft's probabilities now
+    grad_BK = logq_BK.scatter_add(-1, label_B1, torch.full_like(label_B1, -1, dtype=logq_BK.dtype))
+    grad_BK.mul_(ce_share).add_(fall_BK, alpha=1 - ce_share)
+    return ce_share * ce_B + (1 - ce_share) * tv_B, grad_BK, 1 - tv_B
 
 
 def _value(

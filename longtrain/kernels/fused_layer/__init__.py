@@ -33,6 +33,7 @@ __all__ = [
     "move_entries",
     "rotary",
     "rotate_heads",
+    "rotated",
     "swiglu",
     "write_rows",
 ]
@@ -50,6 +51,7 @@ def enter_rows(
     *,
     path_BT: Tensor | None = None,
     normed_NE: Tensor | None = None,
+    embed_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Input of the first layer for a step's tokens, in one launch: embeddings, their norm, and rotary angles.
 
@@ -61,6 +63,7 @@ def enter_rows(
         rotation: the rotary embedding, in the embeddings' dtype.
         path_BT: index into the ids for each token, int64; None: token t has the t-th id.
         normed_NE: output buffer, last dim contiguous; None: a new one.
+        embed_scale: factor on the embeddings, a number of their dtype (`Target.embed_scale`).
 
     Returns:
         x_NE, its norm normed_NE, and cos and sin, each [N, D].
@@ -68,9 +71,10 @@ def enter_rows(
     if isinstance(rotation, Angles) and kernels_serve(table_VE):
         from longtrain.kernels.fused_layer import kernel
 
-        return kernel.enter_rows(ids_BT, table_VE, *norm, at, rotation, path_BT, normed_NE)
+        return kernel.enter_rows(ids_BT, table_VE, *norm, at, rotation, path_BT, normed_NE, embed_scale)
     ids = ids_BT if path_BT is None else ids_BT.gather(1, path_BT)
     x_NE, pos_BT = embedding(ids, table_VE).flatten(0, 1), at.sum()
+    x_NE = x_NE if embed_scale == 1 else x_NE * embed_scale
     if isinstance(rotation, Angles):
         rope = rotary(pos_BT.reshape(-1), rotation.frequency_F, rotation.scaling, x_NE.dtype)
     else:
@@ -111,17 +115,19 @@ def rotate_heads(
     norms: Norms | None = None,
     eps: float = 1e-6,
     into: Slots | None = None,
+    neighbours: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one product: normed and rotated, in place in the kernel.
 
     Args:
         qkv_NX: query, key and value heads side by side, X = (H + 2 G) D; not to be used afterwards.
-        rope: cos and sin, each [N, D], halves paired as in Hugging Face's Llama.
+        rope: cos and sin, each [N, R] with both halves alike; dims of a head from R on are not rotated.
         heads: H and G.
         norms: RMSNorm weights of heads (Qwen3).
         eps: epsilon of those norms.
         into: cache positions that keys and values are written to as well; row n is token n % T of sequence n
             // T. None: none.
+        neighbours: pair dims 2i and 2i + 1 (GLM-4) instead of i and i + R / 2 (Llama).
 
     Returns:
         q_NHD, k_NGD and v_NGD, views of one buffer.
@@ -131,12 +137,12 @@ def rotate_heads(
     if kernels_serve(qkv_NX) and (into is None or into.k_BGSD.dtype == qkv_NX.dtype):
         from longtrain.kernels.fused_layer import kernel
 
-        kernel.rotate_heads(qkv_NHD, rope, heads, norms, eps, into)
+        kernel.rotate_heads(qkv_NHD, rope, heads, norms, eps, into, neighbours)
         return qkv_NHD[:, :H], qkv_NHD[:, H : H + G], qkv_NHD[:, H + G :]
     q_NHD, k_NGD, v_NGD = qkv_NHD.split((H, G, G), dim=1)
     if norms is not None:
         q_NHD, k_NGD = _normed(q_NHD, norms[0], eps), _normed(k_NGD, norms[1], eps)
-    q_NHD, k_NGD = _rotated(q_NHD, rope), _rotated(k_NGD, rope)
+    q_NHD, k_NGD = (_rotated(part, rope, neighbours) for part in (q_NHD, k_NGD))
     if into is not None:
         k_BGTD, v_BGTD = (
             part.unflatten(0, (len(into.slot_B), -1)).transpose(1, 2) for part in (k_NGD, v_NGD)
@@ -222,15 +228,34 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
     return (angle_ND.cos() * scaling).to(dtype), (angle_ND.sin() * scaling).to(dtype)
 
 
+def rotated(x: Tensor, rope: tuple[Tensor, Tensor], *, neighbours: bool = False) -> Tensor:
+    """Heads rotated by position (RoPE), in their dtype.
+
+    Args:
+        x: [..., heads, D].
+        rope: cos and sin, each [..., R] with both halves alike, for each token of `x`; dims from R on stay.
+        neighbours: pair dims 2i and 2i + 1 instead of i and i + R / 2.
+    """
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rope)
+    R = cos.shape[-1]
+    turns, rest = x[..., :R], x[..., R:]
+    if neighbours:
+        cos, sin = (part[..., : R // 2].repeat_interleave(2, -1) for part in (cos, sin))
+        other = torch.stack((-turns[..., 1::2], turns[..., ::2]), -1).flatten(-2)
+    else:
+        low, high = turns.chunk(2, dim=-1)
+        other = torch.cat((-high, low), -1)
+    turned = turns * cos + other * sin
+    return torch.cat((turned, rest), -1) if x.shape[-1] > R else turned
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim, in fp32 or wider inside."""
     return rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-def _rotated(x_NHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def _rotated(x_NHD: Tensor, rope: tuple[Tensor, Tensor], neighbours: bool) -> Tensor:
     """RoPE in fp32 or wider."""
     wide = torch.promote_types(x_NHD.dtype, torch.float32)
-    cos, sin = (part[:, None].to(wide) for part in rope)
-    low, high = x_NHD.to(wide).chunk(2, dim=-1)
-    turned = torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
-    return turned.to(x_NHD.dtype)
+    cos, sin = (part.to(wide) for part in rope)
+    return rotated(x_NHD.to(wide), (cos, sin), neighbours=neighbours).to(x_NHD.dtype)

@@ -66,58 +66,71 @@ def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr, FIXED: tl.constexpr):
 def _rotate_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr,
     qkv_n, rope_n, eps, ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, NEIGHBOURS: tl.constexpr,
     NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a few heads of one token: queries and keys in place; WRITE: also store keys and values."""
+    """Rotate a few heads of one token: queries and keys in place; WRITE: also store keys and values.
+
+    Each lane holds two dims of a head, low and high: a pair that RoPE turns, or two of the last D - R dims.
+    """
     if CHAINED:
         gdc_launch_dependents()
     half: tl.constexpr = D // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dim = tl.arange(0, HALF)
-    inside = (dim < half)[None, :]
+    pair = tl.arange(0, HALF)
+    if NEIGHBOURS:
+        low_at, high_at = 2 * pair, 2 * pair + 1
+    else:
+        low_at, high_at = pair, pair + R // 2
+    if R < D:
+        low_at = tl.where(pair < R // 2, low_at, pair + R // 2)
+        high_at = tl.where(pair < R // 2, high_at, pair + half)
+    low_at, high_at = low_at[None, :], high_at[None, :]
+    inside = (pair < half)[None, :]
     turns = (head < H + G)[:, None] & inside
     keep = (head < H + 2 * G)[:, None] & inside if WRITE else turns
     if NORM:
         of_q, of_k = turns & (head < H)[:, None], turns & (head >= H)[:, None]
-        weight_at = dim[None, :] + tl.zeros((HEADS, 1), tl.int32)
-        low_weight = tl.load(q_weight_ptr + weight_at, mask=of_q, other=0.0).to(tl.float32)
-        low_weight += tl.load(k_weight_ptr + weight_at, mask=of_k, other=0.0).to(tl.float32)
-        high_weight = tl.load(q_weight_ptr + half + weight_at, mask=of_q, other=0.0).to(tl.float32)
-        high_weight += tl.load(k_weight_ptr + half + weight_at, mask=of_k, other=0.0).to(tl.float32)
+        of_low, of_high = (low_at + tl.zeros((HEADS, 1), tl.int32), high_at + tl.zeros((HEADS, 1), tl.int32))
+        low_weight = tl.load(q_weight_ptr + of_low, mask=of_q, other=0.0).to(tl.float32)
+        low_weight += tl.load(k_weight_ptr + of_low, mask=of_k, other=0.0).to(tl.float32)
+        high_weight = tl.load(q_weight_ptr + of_high, mask=of_q, other=0.0).to(tl.float32)
+        high_weight += tl.load(k_weight_ptr + of_high, mask=of_k, other=0.0).to(tl.float32)
     if CHAINED:
         gdc_wait()
-    place = qkv_ptr + row * qkv_n + head[:, None] * D + dim[None, :]
-    low, high = tl.load(place, mask=keep, other=0.0), tl.load(place + half, mask=keep, other=0.0)
-    angle = row * rope_n + dim[None, :]
-    cos_low = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)
+    place = qkv_ptr + row * qkv_n + head[:, None] * D
+    low = tl.load(place + low_at, mask=keep, other=0.0)
+    high = tl.load(place + high_at, mask=keep, other=0.0)
+    angle, rotated = row * rope_n + pair[None, :], (pair < R // 2)[None, :]
+    cos_low = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
+    cos_high = tl.load(cos_ptr + angle + R // 2, mask=rotated, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_ptr + angle + R // 2, mask=rotated, other=0.0).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a, b = a * scale * low_weight, b * scale * high_weight
     turned_low = (a * cos_low - b * sin_low).to(low.dtype)
     turned_high = (b * cos_high + a * sin_high).to(low.dtype)
-    tl.store(place, turned_low, mask=turns)
-    tl.store(place + half, turned_high, mask=turns)
+    tl.store(place + low_at, turned_low, mask=turns)
+    tl.store(place + high_at, turned_high, mask=turns)
     if WRITE:
         batch = row // T
         slot = _slot(slot_ptr, batch, row % T, at, WRAP, FIXED)
         key = (head - H).to(tl.int64)[:, None]
-        k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s + dim[None, :]
+        k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s
         is_key, is_value = turns & (key >= 0), keep & (key >= G)
         if COUNT:
             stored = row % T + tl.zeros_like(key) < tl.load(count_ptr + batch)
             is_key, is_value = is_key & stored, is_value & stored
-        tl.store(k_at, turned_low, mask=is_key)
-        tl.store(k_at + half, turned_high, mask=is_key)
-        v_at = v_out_ptr + batch * vo_b + (key - G) * vo_g + slot * vo_s + dim[None, :]
-        tl.store(v_at, low, mask=is_value)
-        tl.store(v_at + half, high, mask=is_value)
+        tl.store(k_at + low_at, turned_low, mask=is_key)
+        tl.store(k_at + high_at, turned_high, mask=is_key)
+        v_at = v_out_ptr + batch * vo_b + (key - G) * vo_g + slot * vo_s
+        tl.store(v_at + low_at, low, mask=is_value)
+        tl.store(v_at + high_at, high, mask=is_value)
 
 
 @triton.jit
@@ -208,7 +221,7 @@ def _rotary_kernel(
 @triton.jit(do_not_specialize=["T", "ahead"])
 def _enter_kernel(
     id_ptr, table_ptr, weight_ptr, path_ptr, pos_ptr, frequency_ptr, x_ptr, normed_ptr, cos_ptr, sin_ptr,
-    id_b, id_t, table_v, path_b, pos_b, pos_t, normed_n, eps, scaling, T, ahead,
+    id_b, id_t, table_v, path_b, pos_b, pos_t, normed_n, eps, scaling, embed_scale, T, ahead,
     E: tl.constexpr, WIDTH: tl.constexpr, F: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
     STEPS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -229,8 +242,9 @@ def _enter_kernel(
     if STEPS:
         pos += t
     x = tl.load(table_ptr + token * table_v + at, mask=keep, other=0.0)
-    tl.store(x_ptr + row * E + at, x, mask=keep)
     dtype = x.dtype
+    x = (x.to(tl.float32) * embed_scale).to(dtype)
+    tl.store(x_ptr + row * E + at, x, mask=keep)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
     tl.store(normed_ptr + row * normed_n + at, (x * scale * weight.to(tl.float32)).to(dtype), mask=keep)
@@ -245,7 +259,7 @@ def _enter_kernel(
 
 def enter_rows(
     ids_BT: Tensor, table_VE: Tensor, weight_E: Tensor, eps: float, at: RowPositions, angles: Angles,
-    path_BT: Tensor | None, normed_NE: Tensor | None,
+    path_BT: Tensor | None, normed_NE: Tensor | None, embed_scale: float,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """See `kernels.fused_layer.enter_rows`."""
     B, T = (ids_BT if path_BT is None else path_BT).shape
@@ -259,7 +273,7 @@ def enter_rows(
         _enter_kernel[(B * T,)](
             ids_BT, table_VE, weight_E, path, at.pos_BT, angles.frequency_F, x_NE, normed_NE, cos_ND, sin_ND,
             *ids_BT.stride(), table_VE.stride(0), path.stride(0), *at.pos_BT.stride(), normed_NE.stride(0),
-            eps, angles.scaling, T, at.ahead, E=E, WIDTH=triton.next_power_of_2(E),
+            eps, angles.scaling, embed_scale, T, at.ahead, E=E, WIDTH=triton.next_power_of_2(E),
             F=F, HALF=triton.next_power_of_2(F), PATH=path_BT is not None, STEPS=at.steps,
             num_warps=8, **chained,
         )  # fmt: skip
@@ -291,6 +305,7 @@ def rotate_heads(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     into: Slots | None,
+    neighbours: bool,
 ) -> None:
     """Rotate queries and keys of `qkv_NHD` in place; see `kernels.fused_layer.rotate_heads`."""
     cos, sin = (dense_rows(part) for part in rope)
@@ -305,7 +320,8 @@ def rotate_heads(
         _rotate_kernel[(N, triton.cdiv(H + (2 if into else 1) * G, _HEADS))](
             qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, slot_B, count_B,
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
-            N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
+            N // batch, to.at, H=H, G=G, D=D, R=cos.shape[-1], HALF=triton.next_power_of_2(D // 2),
+            HEADS=_HEADS, NEIGHBOURS=neighbours,
             NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0, FIXED=to.fixed,
             COUNT=to.count_B is not None,
             num_warps=1, **chained,

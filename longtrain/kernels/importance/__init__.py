@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from longtrain.errors import DataError, refusal
@@ -33,7 +34,13 @@ _MAX_DIM = 256
 
 
 def suffix_lse(
-    q_NHD: Tensor, own_k_NGD: Tensor, k_BTGD: Tensor, spans: Sequence[Span], *, scale: float
+    q_NHD: Tensor,
+    own_k_NGD: Tensor,
+    k_BTGD: Tensor,
+    spans: Sequence[Span],
+    *,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Log of the sum of exponentials of each query over prefix and own causal keys.
 
@@ -43,6 +50,7 @@ def suffix_lse(
         k_BTGD: prefix keys, last dim contiguous; keys outside of the spans are not read.
         spans: ranges of queries and their prefixes.
         scale: softmax scale.
+        sinks_H: a score of each head that joins every sum (attention sinks); None: none.
 
     Returns:
         lse_NH (natural) in fp32 (fp64 for fp64).
@@ -51,11 +59,13 @@ def suffix_lse(
         DataError: shapes or spans that do not fit.
     """
     spans = _checked(q_NHD, own_k_NGD, k_BTGD, spans)
-    if not kernels_serve(q_NHD, k_BTGD):
-        return reference.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
-    from longtrain.kernels.importance import launch
+    if kernels_serve(q_NHD, k_BTGD):
+        from longtrain.kernels.importance import launch
 
-    return launch.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale)
+        lse_NH = launch.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale)
+    else:
+        lse_NH = reference.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+    return lse_NH if sinks_H is None else torch.logaddexp(lse_NH, sinks_H.to(lse_NH.dtype))
 
 
 def importance(

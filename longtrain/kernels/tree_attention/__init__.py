@@ -2,10 +2,11 @@
 
 Formula, for query i of sequence b: softmax over cache positions c < base + len_b and over the positions base
 + len_b + j of the new tokens j that it sees, of scale * q_i·k_c. A chain is a tree whose nodes see their
-predecessors; without a mask only the prefix is read.
+predecessors; without a mask only the prefix is read. With a window W a query sees, of these, the entries less
+than W before it; a new token's place in the text is base + len_b + the number of its ancestors.
 
 Lengths are not known on the host: `len_B` is on the device, so that one CUDA graph serves every length.
-Triton on a GPU of compute capability 8.0 or more for head dims up to 128 in fp32, bf16 and fp16 (interpreted
+Triton on a GPU of compute capability 8.0 or more for head dims up to 256 in fp32, bf16 and fp16 (interpreted
 under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply); `reference`
 everywhere else.
 
@@ -31,7 +32,7 @@ __all__ = ["CAUSAL", "MAX_NODES", "Causal", "tree_attention", "tree_bits"]
 MAX_NODES = 128
 """Most nodes under a tree mask: two words of bits."""
 
-_MAX_DIM = 128
+_MAX_DIM = 256
 """Largest head dim of the Triton kernel."""
 
 _WORD = 64
@@ -74,6 +75,8 @@ def tree_attention(
     base: int = 0,
     splits: int | None = None,
     nodes: int | None = None,
+    window: int = 0,
+    depth_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T new tokens over positions [0, base + len_B[b]) and their own T entries after them.
 
@@ -91,6 +94,9 @@ def tree_attention(
         nodes: N, if the new tokens are some of a tree's nodes and the keys of all N follow the prefix; None:
             T.
         splits: number of programs that the keys are divided among; None: as many as fill the GPU.
+        window: keys that a token sees, its own included, by position: the number of its ancestors counts for
+            a node, not its place. 0: all.
+        depth_BT: int64, number of ancestors of each node; only with a window and a tree's mask.
 
     Returns:
         out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a token that
@@ -103,15 +109,37 @@ def tree_attention(
     """
     nodes = q_BHTD.shape[2] if nodes is None else nodes
     _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base, nodes)
+    _check_window(mask, window, depth_BT, (len(q_BHTD), q_BHTD.shape[2]), nodes)
     if splits is not None and splits < 1:
         raise refusal(DataError, f"splits={splits}", "1 or more")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
         return reference.tree_attention(
-            q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale=scale, base=base, nodes=nodes
+            q_BHTD,
+            k_BGSD,
+            v_BGSD,
+            len_B,
+            mask,
+            scale=scale,
+            base=base,
+            nodes=nodes,
+            window=window,
+            depth_BT=depth_BT,
         )
     from longtrain.kernels.tree_attention import launch
 
-    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes)
+    return launch.tree_attention(
+        q_BHTD,
+        k_BGSD,
+        v_BGSD,
+        len_B,
+        mask,
+        scale,
+        base,
+        splits,
+        nodes=nodes,
+        window=window,
+        depth_BT=depth_BT,
+    )
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
@@ -153,6 +181,24 @@ def _check(
     if nodes != T and not isinstance(mask, Tensor):
         raise refusal(DataError, f"{T} tokens of {nodes} nodes without a tree mask", "bits of `tree_bits`")
     check_mask(mask, B, T, nodes)
+
+
+def _check_window(
+    mask: Tensor | Causal | None, window: int, depth_BT: Tensor | None, shape: tuple[int, int], nodes: int
+) -> None:
+    """Refuse a window without what gives each token its position."""
+    if window == 0:
+        return
+    if window < 0 or mask is None or nodes != shape[1]:
+        raise refusal(
+            DataError,
+            f"window={window} with {shape[1]} tokens of {nodes} nodes and "
+            f"{'no mask' if mask is None else 'a mask'}",
+            "0 or more, and a mask of all new tokens",
+        )
+    if isinstance(mask, Tensor) and (depth_BT is None or depth_BT.shape != shape):
+        found = None if depth_BT is None else tuple(depth_BT.shape)
+        raise refusal(DataError, f"a window over a tree with depths {found}", f"depth_BT of {shape}")
 
 
 def check_mask(mask: Tensor | Causal | None, B: int, T: int, nodes: int | None = None) -> None:

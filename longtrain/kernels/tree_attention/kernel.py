@@ -89,6 +89,18 @@ def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: 
 
 
 @triton.jit
+def _in_window(slot, n, query, depth_ptr, T, WINDOW: tl.constexpr, MASK: tl.constexpr):
+    """Positions of a tile that are less than WINDOW before each row's token."""
+    own = slot - n
+    depth = query
+    if MASK == 2:
+        depth = tl.load(depth_ptr + tl.minimum(query, T - 1)).to(tl.int32)
+        inside = (own >= 0) & (own < T)
+        own = tl.where(inside, tl.load(depth_ptr + own, mask=inside, other=0).to(tl.int32), own)
+    return own[None, :] > (depth - WINDOW)[:, None]
+
+
+@triton.jit
 def _ancestors(own, bits, N):
     """The nodes set in a mask, compacted in order: `source` for each index, and their number."""
     source = tl.zeros_like(own)
@@ -102,13 +114,16 @@ def _ancestors(own, bits, N):
 
 @triton.jit
 def _gathered(
-    k_ptr, v_ptr, k_s, v_s, tile, n, bits, N, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
-):
+    k_ptr, v_ptr, k_s, v_s, tile, n, bits, N, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
     """Keys and values of a tile as if the nodes in `bits` followed the prefix, and their mask."""
     dim = tl.arange(0, WIDTH)[None, :]
     own = tile * KEYS + tl.arange(0, KEYS) - n
     source, count = _ancestors(own, bits, N)
     seen = own < count
+    if WINDOW:
+        seen = seen & (own >= count - WINDOW)  # the node itself is the last of `count`
     at = (n + tl.where(own < 0, own, source)).to(tl.int64)[:, None]
     keep = seen[:, None] & (dim < D)
     k = tl.load(k_ptr + at * k_s + dim, mask=keep, other=0.0)
@@ -118,11 +133,12 @@ def _gathered(
 
 @triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2,
-    splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, depth_ptr, out_ptr, lse_ptr, state_ptr, scale2,
+    splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t, depth_b,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, ALONE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
@@ -133,6 +149,8 @@ def attend_kernel(
         while it runs.
     ALONE: see the module's docstring. N is at most KEYS, so there are one or two ragged tiles; their splits
         leave maximum, weights (in `state_ptr`) and weighted values to `finish_kernel`.
+    WINDOW: keys that a token sees, or 0. Tiles before the first token's window are skipped, others masked;
+        each keeps its split, so that the sums are those of plain decoding.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -140,10 +158,11 @@ def attend_kernel(
     n = tl.load(len_ptr + b).to(tl.int32) + base
     end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
+    masked = tl.maximum(n - WINDOW + 1, 0) // KEYS if WINDOW else whole  # the first tile that needs a mask
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:
         if AHEAD > 0:  # noqa: SIM102 (AHEAD is a compile-time constant)
-            if split + (AHEAD - 1) * splits < whole:
+            if not WINDOW and split + (AHEAD - 1) * splits < whole:
                 k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
                 v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
                 for i in tl.static_range(AHEAD):
@@ -169,7 +188,7 @@ def attend_kernel(
     weights = tl.zeros((ROWS, KEYS), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    for tile in tl.range(split, whole, splits, num_stages=STAGES):
+    for tile in tl.range(split, 0 if WINDOW else whole, splits, num_stages=STAGES):
         if BULK:
             k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
             v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
@@ -186,21 +205,24 @@ def attend_kernel(
         top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
 
     late = (split + splits - whole % splits) % splits
-    if not ALONE:  # noqa: SIM102 (ALONE is a compile-time constant)
-        if whole + late < count:
+    if (not ALONE) or WINDOW:
+        begin, stop = masked + (split + splits - masked % splits) % splits, whole if ALONE else count
+        if begin < stop:
             low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
             if MASK == 2:
                 bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
                 low_bits = tl.load(bits_at, mask=exists, other=0)
                 if WORDS == 2:
                     high_bits = tl.load(bits_at + 1, mask=exists, other=0)
-            for tile in tl.range(whole + late, count, splits, num_stages=1):
+            for tile in tl.range(begin, stop, splits, num_stages=1):
                 slot = tile * KEYS + key
                 keep = (slot < end)[:, None] & wide
                 far = slot.to(tl.int64)[:, None]
                 k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
                 v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
                 seen = _visible(slot, n, query, low_bits, high_bits, N, MASK, WORDS) & (slot < end)[None, :]
+                if WINDOW:
+                    seen = seen & _in_window(slot, n, query, depth_ptr + b * depth_b, T, WINDOW, MASK)
                 top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
 
     if CHAINED:
@@ -221,7 +243,7 @@ def finish_kernel(
     q_ptr, k_ptr, v_ptr, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr,
+    KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Process the ragged tile that an ALONE split has left out, for one node.
 
@@ -245,7 +267,7 @@ def finish_kernel(
     q = q.to(k_ptr.dtype.element_ty)
     k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
     v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
-    k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS)
+    k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS, WINDOW)
     if CHAINED:
         gdc_wait()
 
@@ -259,7 +281,7 @@ def finish_kernel(
     acc = tl.load(part_at, mask=exists[:, None], other=0.0)
     top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
     for tile in tl.range(whole + late + splits, count, splits, num_stages=1):  # only where there is one split
-        k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, tile, n, bits, T, D, WIDTH, KEYS)
+        k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, tile, n, bits, T, D, WIDTH, KEYS, WINDOW)
         top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
     _store_part(lse_ptr + out_at, part_at, top, weights, acc, exists)
 

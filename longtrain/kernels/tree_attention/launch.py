@@ -67,6 +67,11 @@ TILES = (
 All have key tiles of one size, and on compute capability 9.0 products of 16 and of 64 rows round alike: with
 the same splits a packed row's result is bit for bit the same in all tiles.
 """
+WIDE_TILES = tuple(
+    TreeTile(rows=rows, keys=32, warps=8, stages=3, resident=2 if rows < 64 else 1, bulk=True)
+    for rows in (16, 32, 64)
+)
+"""For head dims above 128, likewise; larger tiles would not fit the registers."""
 FLOAT = TreeTile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
 FEW_ROWS = 16
@@ -91,6 +96,8 @@ def tree_attention(
     tile: TreeTile | None = None,
     *,
     nodes: int | None = None,
+    window: int = 0,
+    depth_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: chosen by the number of packed rows."""
     B, H, T, D = q_BHTD.shape
@@ -98,16 +105,17 @@ def tree_attention(
     group = H // G
     nodes = T if nodes is None else nodes
     few = tile is None and mask is not None and nodes == T and B * T <= FEW_ROWS
-    tile = tile or tile_for(T * group, k_BGSD.dtype)
+    tile = tile or tile_for(T * group, k_BGSD.dtype, D)
     tiles = -(-T * group // tile.rows)
     if splits is None:
-        like = tile_for(group, k_BGSD.dtype) if few else tile
+        like = tile_for(group, k_BGSD.dtype, D) if few else tile
         rows = group if few else T * group
         splits = splits_for(B * G * -(-rows // like.rows), like.resident, q_BHTD.device)
     alone = few and isinstance(mask, Tensor) and T > 1
     width = width_of(D)
     q_BHTD = dense_rows(q_BHTD)
     bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
+    depth = len_B if depth_BT is None else dense_rows(depth_BT)
     programs = B * G * tiles
     part_lse, part_out, state = partial_results(
         q_BHTD, programs * splits * tile.rows, width, programs * 2 * tile.rows * tile.keys if alone else 0
@@ -120,11 +128,11 @@ def tree_attention(
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
-            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse, state,
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, depth, part_out, part_lse, state,
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
-            *bits_strides,
-            **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
+            *bits_strides, depth.stride(0),
+            **const, **of_mask, WINDOW=window, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
             AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
@@ -133,7 +141,7 @@ def tree_attention(
                 q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, scale * LOG2E,
                 splits, T, base,
                 *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
-                **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)),
+                **const, KEYS=tile.keys, WINDOW=window, OWN=max(16, triton.next_power_of_2(group)),
                 num_warps=4, **chained,
             )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
@@ -188,17 +196,18 @@ def mask_arguments(
     return otherwise, (0, 0), {"MASK": 0 if mask is None else 1, "WORDS": 0}
 
 
-def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
+def tile_for(rows: int, dtype: torch.dtype, head_dim: int) -> TreeTile:
     """The tile for this number of packed rows."""
     if dtype == torch.float32:
         return FLOAT
-    some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
+    tiles = TILES if head_dim <= 128 else WIDE_TILES
+    some = [tile for tile in tiles if rows <= tile.rows] or tiles[-2:]
     return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
 
 
 def candidates(rows: int) -> tuple[TreeTile, ...]:
     """Tiles in half precision that may beat the chosen one on another device, for `benchmarks kernels`."""
-    first = tile_for(rows, torch.bfloat16)
+    first = tile_for(rows, torch.bfloat16, 128)
     if first.rows == 16:
         return (
             replace(first, stages=6),

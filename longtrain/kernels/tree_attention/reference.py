@@ -29,6 +29,8 @@ def tree_attention(
     scale: float,
     base: int = 0,
     nodes: int | None = None,
+    window: int = 0,
+    depth_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`. Positions that no token sees may be undefined, even NaN.
 
@@ -39,6 +41,8 @@ def tree_attention(
     if k_BGSD.device.type == "cpu":
         S = min(S, base + int(len_B.max()) + (nodes or T))
     visible_BTS = visible_slots(len_B, mask, rows=T, slots=S, base=base, nodes=nodes)
+    if window:
+        visible_BTS = visible_BTS & within_window(len_B + base, depth_BT, window, rows=T, slots=S)
     used_BS = visible_BTS.any(1)
     v_BGSD = v_BGSD[:, :, :S].masked_fill(~used_BS[:, None, :, None], 0)
     return masked_attention(q_BHTD, k_BGSD[:, :, :S], v_BGSD, visible_BTS, scale=scale)
@@ -63,6 +67,23 @@ def visible_slots(
     index_BTS = own_BS.clamp(0, nodes - 1)[:, None].expand(-1, rows, -1)
     inside_B1S = ((own_BS >= 0) & (own_BS < nodes))[:, None]
     return prefix_B1S | (inside_B1S & seen_BTN.gather(2, index_BTS))
+
+
+def within_window(first_B: Tensor, depth_BT: Tensor | None, window: int, *, rows: int, slots: int) -> Tensor:
+    """within_BTS: mask of the positions less than `window` before each new token, by its depth.
+
+    Args:
+        first_B: cache position of the first new token.
+        depth_BT: depth of each new token in its tree; None: those of a chain.
+        window: keys that a token sees, its own included.
+        rows: T.
+        slots: S.
+    """
+    at_T = torch.arange(rows, device=first_B.device)
+    depth_BT = at_T.expand(len(first_B), -1) if depth_BT is None else depth_BT
+    own_BS = torch.arange(slots, device=first_B.device) - first_B[:, None]
+    own_BS = torch.where(own_BS < 0, own_BS, depth_BT.gather(1, own_BS.clamp(0, rows - 1)))
+    return own_BS[:, None] > depth_BT[:, :, None] - window
 
 
 def visible_rows(mask: Tensor | Causal, *, rows: int, batch: int, device: torch.device) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
+from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, Share, check, wrong
 
+FORMATS = ("speculators", "flat")
+"""Values of `export format=`: folders for vLLM, and for vLLM and SGLang."""
 HEADS = ("none", "markov", "markov_confidence")
 FEWEST_SLOTS = 4
 """Smallest block: golden outputs, which every export records, draft as many tokens."""
@@ -25,6 +27,9 @@ class Config:
     windows: list[int | None] | None = None  # for each layer, the number of tokens before a block that it
     # sees, 5 or more, null: all of them; null for the whole list: all layers see all of them. A window of
     # block_size tokens or fewer allows drafts of one token less than it has
+    target_kv: bool = False  # layers that see all tokens read keys and values of the target's last such
+    # layer, as LongSpec's draft does, and store none: with windows in the others the draft's cache has a
+    # constant size
     heads: Annotated[str, OneOf(*HEADS)] = "markov_confidence"  # none: as DFlash; markov: the token before
     # corrects a slot's logits; markov_confidence: and each slot predicts whether its token is accepted
     markov_rank: Count = 256  # rank of that correction
@@ -38,6 +43,8 @@ class Config:
     ce_weight: NotNegative = 0.1  # weight of the cross-entropy to the data
     l1_weight: NotNegative = 0.9  # weight of the L1 distance to the target's distribution
     confidence_weight: NotNegative = 1.0  # weight of the confidence's cross-entropy to the accepted share
+    min_confidence: Share = 0.0  # in decoding a token is drafted as long as the product of the confidences up
+    # to it is at least this, for heads=markov_confidence; 0: every token of a shape
     anchor_offset: bool = False  # Anchor-Offset Indices of LongSpec (arXiv 2502.17421, §3.2)
     anchors: CountOrZero = 4  # with anchor_offset: tokens at the start of a document that keep their
     # positions; they have nothing to do with the anchors of blocks
@@ -71,8 +78,20 @@ class Config:
                 f"null, or for each of the {self.n_layers} layers (method.n_layers) null or {least} or more "
                 "tokens",
             )
+        if self.target_kv:
+            if not 0 < self.own_layers.count(False) < self.n_layers:
+                allowed = "with method.target_kv=true a window for some layers and null for others"
+                raise wrong("method.windows", self.windows, allowed)
+            for key, usual in (("n_kv_heads", 0), ("head_dim", 0), ("rope", None)):
+                if getattr(self, key) != usual:
+                    allowed = f"{'null' if usual is None else usual} where method.target_kv=true"
+                    raise wrong(f"method.{key}", getattr(self, key), allowed)
         if self.ce_weight + self.l1_weight == 0:
             raise wrong("method.l1_weight", self.l1_weight, "more than 0 where method.ce_weight=0")
+
+        if self.min_confidence and self.heads != "markov_confidence":
+            allowed = f"0 where method.heads={self.heads}, which has no confidence"
+            raise wrong("method.min_confidence", self.min_confidence, allowed)
 
     @property
     def rows(self) -> int:
@@ -83,6 +102,11 @@ class Config:
     def most_levels(self) -> int:
         """Most levels of a draft: a window stores all tokens that a cycle accepts at once, the root too."""
         return min([self.block_size, *(one - 1 for one in self.layer_windows if one is not None)])
+
+    @property
+    def own_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if it has keys and values of its own of the tokens before blocks."""
+        return tuple(window is not None or not self.target_kv for window in self.layer_windows)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

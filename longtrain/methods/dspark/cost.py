@@ -13,11 +13,14 @@ from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
-from longtrain.costs.training import LOGITS_BYTES, PackedSequence, StepCost
+from longtrain.costs.training import PackedSequence, StepCost
 from longtrain.methods.dspark.config import Config, layers_of
 
-NUMBERS, MOVED = 6, 30
-"""fp32 numbers of a logit that the loss holds at once, and how often one is read or written."""
+LOSS_BYTES = 2**30
+"""Bytes of the logits of a block of slots, the draft's and the target's, as in `losses.blocks`."""
+
+MOVED = 14
+"""Number of times that a pair of logits, the draft's and the target's, is read or written."""
 
 
 def _widths(config: Config, size: Sizes) -> tuple[int, int, int]:
@@ -53,18 +56,19 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     at_once = min(chunk, rows) if config.chunk_tokens else rows
     each = L * (6 * E + 4 * inner + 5 * wide + 3 * kv)
     # K and V, what a chunk leaves on them, and its sum in fp32; one layer's part of it in fp32 in a backward
-    shared = 2 * L * kv * T * (2 * itemsize + 4) + 2 * kv * T * 4
-    activations = max(at_once * each, chunk * (n * E + 2 * E + 4 * L * kv)) * itemsize
-    block = min(at_once, max(16, LOGITS_BYTES // (8 * V)))
-    loss = block * V * 4 * NUMBERS + 2 * 4 * markov
+    own, last = sum(config.own_layers), 0 if all(config.own_layers) else 2 * kv
+    shared = 2 * own * kv * T * (2 * itemsize + 4) + 2 * kv * T * 4
+    activations = max(at_once * each, chunk * (n * E + 2 * E + 4 * own * kv)) * itemsize
+    block = min(at_once, max(16, LOSS_BYTES // (2 * V * itemsize)))
+    loss = 2 * block * V * itemsize + (2 * 4 + itemsize) * markov
     chunks = -(-rows // max(at_once, 1))
     document = row.attended
     seen = sum(min(2 * window, document) if window else document for window in config.layer_windows)
     attention = 7 * wide * rows * seen
-    linear = 6 * L * layer * rows + 8 * (fc + 2 * L * E * kv) * T + (6 * V * E + 6 * markov) * slots
-    moved = rows * 4 * each * itemsize + slots * V * 4 * MOVED + 20 * trained * chunks
+    linear = 6 * L * layer * rows + 8 * (fc + 2 * own * E * kv) * T + (6 * V * E + 6 * markov) * slots
+    moved = rows * 4 * each * itemsize + slots * V * itemsize * MOVED + 20 * trained * chunks
     return StepCost(
-        inputs=T * ((n + 1) * E * itemsize + 8),
+        inputs=T * (((n + 1) * E + last) * itemsize + 8),
         module=shared + activations + loss,
         flops=linear + attention,
         chunk=chunk,
@@ -72,6 +76,7 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
         attention_flops=attention,
         moved=moved,
         chunked=bool(config.chunk_tokens),
+        kv=last,
         hidden=(n + 1) * E,
     )
 
@@ -84,7 +89,7 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
     """
     width = Width(8 * itemsize, 8 * itemsize)
     layer, fc, markov = draft_weights(config, size)
-    counted = config.n_layers * (size.weights // size.n_layers)
+    counted = config.n_layers * size.layer
     windows = config.layer_windows
     seen = None if None in windows else max(one for one in windows if one is not None)
     more = config.n_layers * layer + fc + len(widths) * markov - counted
@@ -92,7 +97,8 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
     row = 2 * itemsize * _widths(config, size)[1]
 
     def cache_bytes(batch: int, tokens: int) -> float:
-        held = sum(tokens if one is None else min(one, tokens) for one in windows)
+        own = [one for one, owned in zip(windows, config.own_layers, strict=True) if owned]
+        held = sum(tokens if one is None else min(one, tokens) for one in own)
         return float(batch * (size.kv_bytes(tokens) * itemsize / 2 + held * row))
 
     return CycleCost(

@@ -53,6 +53,8 @@ class FusedDSpark:
         rotation: Rotation,
         slots: Callable[[int], Slots],
         attend: Callable[[int, Tensor], Tensor],
+        *,
+        embed_scale: float,
     ) -> Tensor:
         """Return the head's input of the rows that predict, [B, K, E].
 
@@ -63,9 +65,12 @@ class FusedDSpark:
             rotation: the draft's rotary embedding.
             slots: layer -> buffer positions of the block's keys and values.
             attend: (layer, queries [B, R, H, D]) -> attention output of that shape.
+            embed_scale: factor on the embeddings.
         """
         norm = self.blocks[0].input_layernorm
-        z_NE, x_NE, rope = enter_rows(ids_BR, table_VE, (norm.weight, norm.eps), at, rotation)
+        z_NE, x_NE, rope = enter_rows(
+            ids_BR, table_VE, (norm.weight, norm.eps), at, rotation, embed_scale=embed_scale
+        )
         for index, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             if index:
                 x_NE = normed(z_NE, block.input_layernorm)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
-from longtrain.losses.blocks import block_rows_of, operands, plain, scaled
+from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
+from longtrain.losses.blocks import kernel_rows_of, operands, plain, scaled
 
 
 class SlotLoss(NamedTuple):
@@ -80,7 +80,7 @@ def slot_loss(
     teacher_NE = learned.hidden_NE.detach().to(hidden_NE.dtype)
     if before_NF is not None and markov_VF is not None:
         before_NF = before_NF.to(hidden_NE.dtype)
-    rows = block_rows or block_rows_of(head_VE)
+    rows = block_rows or kernel_rows_of(head_VE, 2 * len(head_VE), len(hidden_NE))
     settings = (ce, l1, rows)
     labels = (learned.labels_N, learned.weights_N)
     return SlotLoss(*_SlotLoss.apply(hidden_NE, before_NF, markov_VF, teacher_NE, head_VE, *labels, settings))
@@ -104,8 +104,11 @@ class _SlotLoss(torch.autograd.Function):
         """See `slot_loss`."""
         ce, l1, rows = settings
         wide = torch.promote_types(hidden_NE.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden_NE.device)
-        accept_N, hit_N = torch.zeros_like(labels_N, dtype=wide), torch.zeros_like(labels_N, dtype=torch.bool)
+        scale = ce + 2 * l1  # the L1 distance is twice the refused share
+        label_1N, weight_1N = labels_N[None], (weights_N.to(wide) * scale)[None]
+        hit_1N = torch.empty_like(label_1N, dtype=torch.bool)
+        value_1N, accept_1N = torch.empty_like(weight_1N), torch.empty_like(weight_1N)
+        pairs = (torch.zeros_like(label_1N), weight_1N, value_1N, hit_1N, label_1N, accept_1N)
         w2_VF = None if markov_VF is None else markov_VF.to(hidden_NE.dtype)
         need = any(ctx.needs_input_grad[:3])
         grad_NE = torch.empty_like(hidden_NE) if need else None
@@ -114,36 +117,31 @@ class _SlotLoss(torch.autograd.Function):
         with plain(hidden_NE):
             for a in range(0, len(labels_N), rows):
                 part = slice(a, a + rows)
+                teacher = teacher_of(teacher_NE[part] @ head_VE.t(), None)
                 z_RV = hidden_NE[part] @ head_VE.t()
                 if before_NF is not None and w2_VF is not None:
-                    z_RV += before_NF[part] @ w2_VF.t()
-                p_RV = (teacher_NE[part] @ head_VE.t()).softmax(-1, dtype=wide)
-                y_R1, w_R = labels_N[part][:, None], weights_N[part].to(wide)
-                logq_RV = log_softmax(z_RV, dim=-1, dtype=wide)
-                hit_N[part] = logq_RV.argmax(-1) == p_RV.argmax(-1)
-                total -= ce * (logq_RV.gather(-1, y_R1)[:, 0] * w_R).sum()
-                q_RV = logq_RV.exp_()
-                away_RV = q_RV - p_RV
-                distance_R = away_RV.abs().sum(-1)
-                total += l1 * (distance_R * w_R).sum()
-                accept_N[part] = 1 - distance_R / 2
-                if not need:
-                    continue
-                sign_RV = away_RV.sign_()
-                sign_RV -= (q_RV * sign_RV).sum(-1, keepdim=True)
-                grad_RV = sign_RV.mul_(l1).add_(ce).mul_(q_RV)
-                grad_RV.scatter_add_(-1, y_R1, torch.full_like(y_R1, -ce, dtype=wide)).mul_(w_R[:, None])
-                low_RV = grad_RV.to(hidden_NE.dtype)
-                assert grad_NE is not None
-                grad_NE[part] = low_RV @ head_VE
-                if w2_VF is not None and before_NF is not None:
-                    assert grad_NF is not None and grad_VF is not None
-                    grad_NF[part] = low_RV @ w2_VF
-                    grad_VF += low_RV.t() @ before_NF[part]
+                    z_RV.addmm_(before_NF[part], w2_VF.t())
+                draft_passes(
+                    z_RV[None],
+                    teacher,
+                    None,
+                    DraftPairs(*(one_1N[:, part] for one_1N in pairs)),
+                    objective="ce_tv",
+                    gradient=need,
+                    ce_share=ce / scale,
+                )
+                # the logits are their gradient now
+                if grad_NE is not None:
+                    grad_NE[part] = z_RV @ head_VE
+                if grad_NF is not None and grad_VF is not None and before_NF is not None:
+                    assert w2_VF is not None
+                    grad_NF[part] = z_RV @ w2_VF
+                    grad_VF += z_RV.t() @ before_NF[part]
         ctx.save_for_backward(grad_NE, grad_NF, grad_VF)
         ctx.markov_dtype = None if markov_VF is None else markov_VF.dtype
+        accept_N, hit_N = accept_1N[0], hit_1N[0]
         ctx.mark_non_differentiable(accept_N, hit_N)
-        return total, accept_N, hit_N
+        return value_1N.sum(), accept_N, hit_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

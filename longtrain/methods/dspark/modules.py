@@ -43,7 +43,7 @@ class BlockLayer(nn.Module):
             eps=eps,
         )
         self.post_attention_layernorm = RMSNorm(E, eps)
-        self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size, act=info.hidden_act)
+        self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size)
 
 
 class MarkovHead(nn.Module):
@@ -108,6 +108,8 @@ class DSparkDraft(nn.Module):
         self.first = 0 if config.sample_from_anchor else 1
         """Row of a block that predicts the token after the anchor."""
         self.block_size = config.block_size
+        self.own = tuple(i for i, own in enumerate(config.own_layers) if own)
+        """Layers with keys and values of their own of the tokens before blocks; others read the target's."""
         self.fc = nn.Linear(len(self.read) * E, E, bias=False)
         self.hidden_norm = RMSNorm(E, eps)
         self.layers = nn.ModuleList(BlockLayer(config, info) for _ in range(config.n_layers))
@@ -143,7 +145,7 @@ class DSparkDraft(nn.Module):
         return self.hidden_norm(self.fc(torch.cat(tuple(states), dim=-1)))
 
     def keys_values(self, context: Tensor, rope: Rope) -> list[Tensor]:
-        """Return K and V of tokens before blocks for every layer: K of the first, its V, K of the second ...
+        """Return K and V of tokens before blocks for the layers `own`: K of the first, V, K of the second ...
 
         Args:
             context: of the tokens, [..., E].
@@ -153,7 +155,7 @@ class DSparkDraft(nn.Module):
             tensors [..., G, D].
         """
         found: list[Tensor] = []
-        for index in range(len(self.layers)):
+        for index in self.own:
             found.extend(self.block_layer(index).self_attn.keys_values(context, rope))
         return found
 

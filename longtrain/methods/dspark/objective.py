@@ -10,7 +10,7 @@ that learn, E hidden dim, H query heads, G KV heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.packing import packed_sequences
 from longtrain.kernels.attention.anchored import anchored_attention
+from longtrain.layers import cast_to
 from longtrain.methods.dspark.anchors import Anchors, anchors_of
 from longtrain.methods.dspark.loss import Learned, SlotLoss, slot_loss
 from longtrain.methods.offsets import check_offsets, offsets_of
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _BlockRow:
-    """A batch with its blocks, positions and the target's hidden states; blocks see tokens of `low..high`."""
+    """A batch with its blocks, positions and the target's hidden states; blocks see tokens of `low..high`.
+
+    `target_kv` has K and V of the target's last full layer at those tokens, if a layer reads them.
+    """
 
     batch: Batch
     pos_T: Tensor
@@ -45,6 +49,7 @@ class _BlockRow:
     hidden: Mapping[int, Tensor]
     low: int
     high: int
+    target_kv: Sequence[tuple[Tensor, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -112,12 +117,15 @@ class DSparkObjective(Objective):
 
     module: DSparkDraft
     target: Target
+    outputs: OutputRequest
 
     def __init__(self, module: DSparkDraft, target: Target, config: Config) -> None:
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.rope = ModuleRope(config, target)
         check_offsets(config, target.info)
+        layers = target.info.readable_layers[-1:] if len(module.own) < config.n_layers else ()
+        self.outputs = OutputRequest("none", hidden=(*module.read, -1), kv=layers)
 
     def forward(self, batch: Batch) -> Loss:
         """Return the loss summed over labels; metrics by slot and of whole blocks.
@@ -145,7 +153,7 @@ class DSparkObjective(Objective):
             total = chunked_sum(step, len(edges) - 1, self.module.parameters(), shared=shared)
         else:
             total = step(0, *shared.joined())
-        tokens = int(self._mask(batch).sum())
+        tokens = int(batch.host_labels.sum())
         metrics = {"loss": (total.detach(), torch.full((), tokens, device=device))}
         metrics |= {f"acc/depth_{k}": (sums.hits[k], sums.cases[k]) for k in range(slots)}
         metrics |= {f"accept/depth_{k}": (sums.accept[k], sums.valid[k]) for k in range(slots)}
@@ -163,16 +171,17 @@ class DSparkObjective(Objective):
         offsets = offsets_of(c, self.target.info, batch)
         pos_T = packed_sequences.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
         every = c.anchor_every if self.training else 1
-        blocks = anchors_of(self._mask(batch), batch.bounds, slots=c.block_size, every=every, seed=batch.seed)
+        blocks = anchors_of(batch.host_labels, batch.bounds, slots=c.block_size, every=every, seed=batch.seed)
         low, high = (int(blocks.start_A[0]), int(blocks.place_A[-1])) if len(blocks) else (0, 0)
         pos_T = packed_sequences.to_device(pos_T, device)
-        outputs = OutputRequest("none", hidden=(*self.module.read, -1))
-        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, outputs)
-        return _BlockRow(batch, pos_T, blocks, step.hidden, low, high)
+        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, self.outputs)
+        target_kv = [tuple(x[low:high] for x in step.kv[layer]) for layer in self.outputs.kv]
+        return _BlockRow(batch, pos_T, blocks, step.hidden, low, high, target_kv)
 
     def _keys_values(self, row: _BlockRow, start: int, stop: int) -> list[Tensor]:
-        """Return keys and values of tokens start..stop in every layer, each [stop - start, G, D]."""
-        states = [self._mine(row.hidden[layer][start:stop]) for layer in self.module.read]
+        """Return the draft's keys and values of tokens start..stop, each [stop - start, G, D]."""
+        weight = self.module.fc.weight
+        states = [cast_to(weight, row.hidden[layer][start:stop]) for layer in self.module.read]
         return self.module.keys_values(self.module.context(states), self.rope(row.pos_T[start:stop]))
 
     def _blocks(self, row: _BlockRow, part: slice, shared: tuple[Tensor, ...], sums: _SlotSums) -> Tensor:
@@ -211,29 +220,22 @@ class DSparkObjective(Objective):
 
     def _draft(self, row: _BlockRow, part: slice, shared: tuple[Tensor, ...]) -> Tensor:
         """Return the head's input of all slots of some blocks, [A, K, E]."""
-        blocks, rows, device = row.blocks, self.config.rows, row.pos_T.device
+        blocks, rows, device, module = row.blocks, self.config.rows, row.pos_T.device, self.module
         place_A = packed_sequences.to_device(blocks.place_A[part], device)
         ids_AR = self.module.mask_id.to(device).expand(len(place_A), rows).clone()
         ids_AR[:, 0] = row.batch.ids_T[place_A]
-        embed_ARE = self._mine(self.target.embed(ids_AR).detach())
+        embed_ARE = cast_to(self.module.fc.weight, self.target.embed(ids_AR).detach())
         rope = self.rope(row.pos_T[place_A, None] + torch.arange(rows, device=device))
         anchors = (blocks.place_A[part] - row.low).tolist()
         starts = (blocks.start_A[part] - row.low).tolist()
 
         def attend(layer: int, q_ARHD: Tensor, k_ARGD: Tensor, v_ARGD: Tensor) -> Tensor:
-            keys = (shared[2 * layer], shared[2 * layer + 1])
-            window, scale = self.config.layer_windows[layer], self.module.scale
-            return anchored_attention(
-                q_ARHD, (k_ARGD, v_ARGD), keys, anchors, starts, scale=scale, window=window
-            )
+            if layer in module.own:
+                at = 2 * module.own.index(layer)
+                k_SGD, v_SGD = shared[at : at + 2]
+            else:
+                k_SGD, v_SGD = (x.to(q_ARHD.dtype) for x in row.target_kv[0])
+            window, own, keys = self.config.layer_windows[layer], (k_ARGD, v_ARGD), (k_SGD, v_SGD)
+            return anchored_attention(q_ARHD, own, keys, anchors, starts, scale=module.scale, window=window)
 
-        return self.module.block(embed_ARE, rope, attend)
-
-    @staticmethod
-    def _mask(batch: Batch) -> Tensor:
-        """Return the labels on the host, bool_T."""
-        return batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
-
-    def _mine(self, x: Tensor) -> Tensor:
-        """Cast a tensor of the target to the module's dtype, unless autocast does so."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.module.fc.weight.dtype)
+        return module.block(embed_ARE, rope, attend)

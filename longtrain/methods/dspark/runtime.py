@@ -10,19 +10,23 @@ query heads, G KV heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from longtrain.cache.history import DraftHistory
 from longtrain.cache.ring import DraftRing
 from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
+from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import RowPositions, Slots, rotary
 from longtrain.methods.dspark.fused import FusedDSpark
+from longtrain.methods.dspark.target_keys import TargetKeys
 from longtrain.methods.rope import ModuleRope
 from longtrain.targets.step import OutputRequest, TargetStep
 
@@ -37,14 +41,15 @@ CHUNK = 4096
 """Prompt tokens computed at once: the states that `fc` reads are several times as large as one state."""
 SHAPES = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
 
-Stores = list[DraftRing | DraftHistory]
-"""Keys and values of each layer."""
+Stores = list[DraftRing | DraftHistory | TargetKeys]
+"""Keys and values of each layer, or those of the target."""
 
 
 class DSparkRuntime:
     """Proposes chains and trees of up to `block_size` levels (`decoding.roles.Draft`).
 
     A node at depth k has the logits of slot k, corrected by its own token; so a tree needs no further pass.
+    With `min_confidence` trees are cut, and the target runs over the nodes that are left.
 
     Args:
         draft: the module, in the target's dtype and on its device, with its mask token.
@@ -60,6 +65,7 @@ class DSparkRuntime:
         most = config.most_levels
         self.offers = tuple(dict.fromkeys((*(one for one in SHAPES if len(one) <= most), (1,) * most)))
         self.fused = FusedDSpark(draft)
+        self.cuts = config.min_confidence > 0
         self._rope = ModuleRope(config, target)
         self._expansion = TreeExpansion()
         self.stores: Stores = []
@@ -76,8 +82,8 @@ class DSparkRuntime:
         B, S = tokens_BS.shape
         self._allocate(B, S, cache)
         windows = self.config.layer_windows
-        for window in dict.fromkeys(windows):
-            layers = [i for i, one in enumerate(windows) if one == window]
+        for window in dict.fromkeys(windows[i] for i in self.draft.own):
+            layers = [i for i in self.draft.own if windows[i] == window]
             since_B, length = torch.zeros_like(n_B), S
             if window is not None:
                 since_B, length = (n_B - window).clamp(min=0), min(window, S)
@@ -112,7 +118,8 @@ class DSparkRuntime:
                 return base_B1V + head(level.tokens_BM)
             return base_B1V.expand(-1, level.tokens_BM.shape[1], -1).contiguous()
 
-        return self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
+        tree = self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
+        return self._cut(tree, hidden_BKE) if self.cuts else tree
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Store keys and values of the accepted tokens, computed from the target's states.
@@ -123,7 +130,7 @@ class DSparkRuntime:
         cache, path_BP = self._started(), verdict.path_BP
         one_a_depth = path_BP.shape[1] == tree.tokens_BN.shape[1] and tree.depth_N.dim() == 1
         path = None if one_a_depth else path_BP  # a chain's nodes are in order
-        self._keep(step, path, verdict.root_pos(cache.len_B), verdict.n_B, range(len(self.stores)))
+        self._keep(step, path, verdict.root_pos(cache.len_B), verdict.n_B, self.draft.own)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
@@ -152,6 +159,27 @@ class DSparkRuntime:
         held = [tensor for store in self.stores for tensor in store.tensors()]
         return (*held, self.fused.layers[0].qkv.weight) if held else ()
 
+    def _cut(self, tree: TokenTree, hidden_BKE: Tensor) -> TokenTree:
+        """Leave out nodes that are too unlikely to be reached and accepted (`TokenTree.cut`).
+
+        The confidence of a node is that of its children, whatever these are: it reads the node's own token
+        and the slot that predicts the next one. So each token is left out or not before it is drawn, and the
+        distribution of the text stays the target's.
+
+        Source: DSpark §3; its appendix A shows why a length must not be chosen by later tokens.
+        """
+        head, confidence = self.draft.markov_head, self.draft.confidence_head
+        assert head is not None and confidence is not None
+        B, N = tree.tokens_BN.shape
+        slot_BN = tree.depth_N.clamp(max=hidden_BKE.shape[1] - 1).expand(B, N)
+        hidden_BNE = hidden_BKE.gather(1, slot_BN[..., None].expand(-1, -1, hidden_BKE.shape[-1]))
+        logit_BN = confidence(hidden_BNE, head.markov_w1(tree.tokens_BN))
+        wide = torch.promote_types(logit_BN.dtype, torch.float32)
+        log_BN = logsigmoid(logit_BN.to(wide))
+        product_BN = (visible(tree.parents_BN).to(wide) @ log_BN[..., None])[..., 0].exp()
+        above_BN = product_BN.gather(1, tree.parents_BN.clamp(min=0))
+        return tree.cut(above_BN >= self.config.min_confidence)
+
     def _started(self) -> KVCache:
         if not self.stores or self.cache is None:
             raise ConflictError("a DSpark draft was asked before start(); run it through Engine.generate")
@@ -162,21 +190,25 @@ class DSparkRuntime:
         layer, left = self.fused.layers[0], cache.room_left()
         like_GD = torch.empty(layer.heads[1], layer.dim, dtype=self.target.dtype, device=self.target.device)
         positions = self.target.info.max_positions if left is None else prompt + left
-        if self.stores and all(
-            store.serves(batch, like_GD)
-            if isinstance(store, DraftRing)
-            else store.serves(batch, positions, like_GD)
+        if not self.stores or not all(
+            store.serves(batch, positions, like_GD)
+            if isinstance(store, DraftHistory)
+            else store.serves(batch, like_GD)
             for store in self.stores
         ):
-            return
-        self.stores = []  # frees the old storage before allocating
-        for window in self.config.layer_windows:
-            if window is None:
-                self.stores.append(DraftHistory(batch, positions, like_GD))
-                continue
-            ring = DraftRing(batch, window, like_GD)
-            ring.reserve(self.config.rows)
-            self.stores.append(ring)
+            self.stores = []  # frees the old storage before allocating
+            for number, window in enumerate(self.config.layer_windows):
+                if number not in self.draft.own:
+                    self.stores.append(TargetKeys(batch, self.target.info.readable_layers[-1], like_GD))
+                elif window is None:
+                    self.stores.append(DraftHistory(batch, positions, like_GD))
+                else:
+                    ring = DraftRing(batch, window, like_GD)
+                    ring.reserve(self.config.rows)
+                    self.stores.append(ring)
+        for store in self.stores:
+            if isinstance(store, TargetKeys):
+                store.cache = cache
 
     def _keep(
         self,
@@ -184,7 +216,7 @@ class DSparkRuntime:
         at_BP: Tensor | None,
         first_B: Tensor,
         count_B: Tensor,
-        layers: list[int] | range,
+        layers: Sequence[int],
     ) -> None:
         """Store keys and values of tokens whose states the target has computed.
 
@@ -201,8 +233,9 @@ class DSparkRuntime:
         context_NE = self.fused.context([state.flatten(0, 1) for state in states])
         rope = self._angles(RowPositions.after(first_B, states[0].shape[1], steps=True).sum(), context_NE)
         for layer in layers:
-            into = self.stores[layer].positions(first_B, count_B)
-            self.fused.layers[layer].keep(context_NE, rope, into)
+            store = self.stores[layer]
+            assert not isinstance(store, TargetKeys)
+            self.fused.layers[layer].keep(context_NE, rope, store.positions(first_B, count_B))
 
     def _angles(self, pos_BP: Tensor, like: Tensor) -> Rope:
         """Return cos and sin of positions, each [B * P, D]."""
@@ -225,4 +258,7 @@ class DSparkRuntime:
             return self.stores[layer].attend(q_BRHD, len_B, sees_BRR, ahead=0, scale=self.draft.scale)
 
         at = RowPositions.after(len_B, rows, steps=True)
-        return self.fused.block(ids_BR, self.target.embed_weight, at, self._rope.rotation, slots, attend)
+        target, rotation = self.target, self._rope.rotation
+        return self.fused.block(
+            ids_BR, target.embed_weight, at, rotation, slots, attend, embed_scale=target.embed_scale
+        )

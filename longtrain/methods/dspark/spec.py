@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from longtrain.errors import ConfigError
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.cost import cycle, training
+from longtrain.methods.dspark.formats import FORMATS
 from longtrain.methods.dspark.mask_token import check_mask_token, choose_mask_token
 from longtrain.methods.dspark.modules import DSparkDraft
 from longtrain.methods.dspark.objective import DSparkObjective
@@ -20,6 +22,8 @@ from longtrain.methods.dspark.runtime import DSparkRuntime
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
+
+KEYS = ("min_confidence",)
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> DSparkObjective:
@@ -32,7 +36,8 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> DSpa
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
     """Return the draft for an engine."""
     draft, info = running(DSparkDraft, module, target), target.info
-    given_keys("DSpark", keys)
+    config = replace(config, **given_keys("DSpark", keys, KEYS))
+    _check_keys_read(config, info)
     vocabulary = info.vocab_size if draft.markov_head is None else draft.markov_head.markov_w1.num_embeddings
     check_sizes(
         "a DSpark draft of (hidden size, size of the target's states, head dim, vocabulary)",
@@ -67,7 +72,8 @@ def _check_target(config: Config, info: TargetInfo) -> None:
     """Refuse heads that attention or RoPE cannot have, and a mask token that the target lacks.
 
     Raises:
-        ConfigError: query heads that KV heads do not divide, an odd head dim, or no such token.
+        ConfigError: query heads that KV heads do not divide, an odd head dim, no layer to read keys and
+            values of, or no such token.
     """
     heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
     if heads % groups:
@@ -77,7 +83,21 @@ def _check_target(config: Config, info: TargetInfo) -> None:
         )
     if config.head_dim % 2:
         raise ConfigError(f"method.head_dim={config.head_dim}; RoPE allows even numbers, or 0: the target's")
+    _check_keys_read(config, info)
     check_mask_token(config, info)
+
+
+def _check_keys_read(config: Config, info: TargetInfo) -> None:
+    """Refuse to read the keys and values of a target that has no layer for it.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if config.target_kv and not info.readable_layers:
+        raise ConfigError(
+            f"method.target_kv=true; target {info.name} has no layer that sees the whole text with the "
+            "rotary embedding of the draft; pass method.target_kv=false"
+        )
 
 
 SPEC = MethodSpec(
@@ -86,7 +106,9 @@ SPEC = MethodSpec(
     paper="DSpark, arXiv 2607.05147 (with heads=none and sample_from_anchor=false DFlash, arXiv 2602.06036)",
     build=built_for_target(DSparkDraft),
     objective=_objective,
+    formats=FORMATS,
     attach=_attach,
+    inference_keys=KEYS,
     check_data=_check_data,
     check_target=_check_target,
     cost=MethodCost(training=training, cycle=cycle, suite="training"),

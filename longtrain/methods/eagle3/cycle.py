@@ -28,7 +28,7 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
     """
     width = Width(8 * itemsize, 8 * itemsize)
     level, fc = draft_weights(config, size)
-    counted = size.weights // size.n_layers + size.head  # weights that one layer of the target reads
+    counted = size.layer + size.head  # weights that one layer of the target reads
     seen = config.window + config.sinks if config.window else None
     one = Forward(width, layers=1, more_weights=level - counted, seen=seen)
     draft = [replace(one, rows=rows) for rows in (1, *widths[:-1])]

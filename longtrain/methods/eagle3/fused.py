@@ -48,6 +48,7 @@ class FusedEagle3(JoinedLayer):
         at: RowPositions,
         rotation: Rotation,
         path_BT: Tensor | None = None,
+        embed_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, Rope]:
         """Return the attention's input [N, 2E], the residual stream [N, E], and the positions' cos and sin.
 
@@ -58,12 +59,22 @@ class FusedEagle3(JoinedLayer):
             at: the positions.
             rotation: the draft's rotary embedding.
             path_BT: index into `ids_BT` for each position; None: position t reads the t-th.
+            embed_scale: factor on the embeddings.
         """
         draft, E = self.draft, feature_NE.shape[-1]
         # [embedding ; feature], each normed, as the attention's input of 2E
         entry = feature_NE.new_empty(len(feature_NE), 2 * E)
         norm = draft.input_layernorm.weight, draft.input_layernorm.eps
-        *_, rope = enter_rows(ids_BT, table_VE, norm, at, rotation, path_BT=path_BT, normed_NE=entry[:, :E])
+        *_, rope = enter_rows(
+            ids_BT,
+            table_VE,
+            norm,
+            at,
+            rotation,
+            path_BT=path_BT,
+            normed_NE=entry[:, :E],
+            embed_scale=embed_scale,
+        )
         feature_normed = normed(feature_NE, draft.hidden_norm, into=entry[:, E:])
         return entry, feature_normed if draft.norm_before_residual else feature_NE, rope
 

@@ -71,7 +71,7 @@ class Eagle3Draft(nn.Module):
             outputs=E,
         )
         self.post_attention_layernorm = RMSNorm(E, eps)
-        self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size, act=info.hidden_act)
+        self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size)
         self.norm = RMSNorm(E, eps)
         self.lm_head = nn.Linear(E, size, bias=False).requires_grad_(config.head == "trained")
         self.register_buffer("draft_ids_K", torch.arange(size))

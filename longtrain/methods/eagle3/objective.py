@@ -20,6 +20,7 @@ from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.packing import packed_sequences
 from longtrain.data.packing.packed_sequences import OwnSegments
 from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
+from longtrain.layers import cast_to
 from longtrain.losses.draft import DraftTeacher, fused_draft_loss
 from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
 from longtrain.methods.offsets import check_offsets, offsets_of
@@ -84,12 +85,14 @@ class Eagle3Objective(Objective):
 
     module: Eagle3Draft
     target: Target
+    outputs: OutputRequest
 
     def __init__(self, module: Eagle3Draft, target: Target, config: Config) -> None:
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.rope = ModuleRope(config, target)
         check_offsets(config, target.info)
+        self.outputs = OutputRequest("none", hidden=(*module.layers, -1))
 
     def forward(self, batch: Batch) -> Loss:
         """Return the loss summed over labels; metrics `loss`, `accuracy` (all depths), `acc/depth_k`, `tau`.
@@ -129,17 +132,20 @@ class Eagle3Objective(Objective):
         offsets = offsets_of(c, self.target.info, batch)
         pos_T = packed_sequences.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
         pos_T = packed_sequences.to_device(pos_T, device)
-        mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+        mask_T = batch.host_labels
         labels = labels_of(mask_T, batch.bounds, depths=c.depths, chunk_tokens=c.chunk_tokens)
         low = high = 0
         if labels.ranges:
             low = max(a for a in batch.bounds if a <= labels.ranges[0][0])
             high = labels.ranges[-1][1]
-        outputs = OutputRequest("none", hidden=(*self.module.layers, -1))
-        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, outputs)
+        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, self.outputs)
         after = (0, c.depths + 1)
         ids = pad(batch.ids_T, after)
-        embeds = self._mine(self.target.embed(ids)) if self.module.embed_tokens is None else None
+        embeds = (
+            cast_to(self.module.fc.weight, self.target.embed(ids))
+            if self.module.embed_tokens is None
+            else None
+        )
         rope = self.rope(pad(pos_T, after))
         return _TestedRow(batch, ids, embeds, rope, labels, step.hidden, low, high)
 
@@ -188,7 +194,9 @@ class Eagle3Objective(Objective):
         keys = slice(own.halo - row.low, stop - row.low)
         k_CGD, v_CGD = k_SGD[keys], v_SGD[keys]
         sinks = _Sinks(row, start, own, self.config, (k_SGD, v_SGD))
-        feature = module.feature([self._mine(row.hidden[layer][start:stop]) for layer in module.layers])
+        feature = module.feature(
+            [cast_to(self.module.fc.weight, row.hidden[layer][start:stop]) for layer in module.layers]
+        )
         chain: list[OwnKey] = []
         found = []
         for depth in range(self.config.depths):
@@ -215,7 +223,7 @@ class Eagle3Objective(Objective):
     def _keys_values(self, row: _TestedRow, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the first depth's keys and values of positions start..stop, each [stop - start, G, D]."""
         feature = self.module.feature(
-            [self._mine(row.hidden[layer][start:stop]) for layer in self.module.layers]
+            [cast_to(self.module.fc.weight, row.hidden[layer][start:stop]) for layer in self.module.layers]
         )
         entry, _ = self.module.enter(self._embed(row, start, stop), feature)
         return self.module.self_attn.keys_values(entry, _rows(row.rope, start, stop))
@@ -226,10 +234,6 @@ class Eagle3Objective(Objective):
             return self.module.embed_tokens(row.ids[start + 1 : stop + 1])
         assert row.embeds is not None
         return row.embeds[start + 1 : stop + 1]
-
-    def _mine(self, x: Tensor) -> Tensor:
-        """Cast a tensor of the target to the module's dtype, unless autocast does so."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.module.fc.weight.dtype)
 
 
 def _rows(rope: tuple[Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -218,8 +218,11 @@ class Eagle3Runtime:
     ) -> tuple[Tensor, Tensor, Rope]:
         """Apply `FusedEagle3.enter` with the draft's embeddings or the target's."""
         own, feature_NE = self.draft.embed_tokens, feature_BTE.flatten(0, 1)
-        table_VE = self.target.embed_weight if own is None else own.weight
-        return self.layer.enter(ids_BT, table_VE, feature_NE, at, self._rope.rotation, path_BT)
+        table_VE, scale = (
+            (self.target.embed_weight, self.target.embed_scale) if own is None else (own.weight, 1.0)
+        )
+        rotation = self._rope.rotation
+        return self.layer.enter(ids_BT, table_VE, feature_NE, at, rotation, path_BT, embed_scale=scale)
 
     def _level(
         self, rows: DraftRing | DraftHistory, held_B: Tensor, level: Level, feature_BME: Tensor

@@ -44,12 +44,13 @@ def warm_start(draft: Eagle3Draft, target: Target, config: Config) -> None:
         and the state of token i predicts token i + 1, while position i of the draft predicts token i + 2. So
         a draft initialised as the target's last layers is worse than a uniform distribution.
     """
-    first, E = target.layer_state(0), draft.norm.weight.numel()
+    E = draft.norm.weight.numel()
     draft.fc.weight.zero_()
     draft.fc.weight[:, -E:].fill_diagonal_(1.0)
-    if config.start_mlp == "copied":
+    if config.start_mlp == "copied" and target.info.hidden_act == "silu":
+        first = target.layer_state(0)
         _copy(draft.mlp, first, "mlp.")
-        _copy(draft.post_attention_layernorm, first, "post_attention_layernorm.")
+        _copy(draft.post_attention_layernorm, first, f"{target.family.norms[1]}.")
     if config.start_outputs == "zero":
         draft.self_attn.o_proj.weight.zero_()
         draft.mlp.down_proj.weight.zero_()
@@ -104,8 +105,8 @@ def _states(draft: Eagle3Draft, target: Target) -> list[Tensor]:
 
 
 def _copy(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Copy every parameter of `module` from the entry of its name, if all shapes fit."""
+    """Copy every parameter of `module` from the entry of its name, if all are there and their shapes fit."""
     named = list(module.named_parameters())
-    if all(tensor.shape == state[prefix + name].shape for name, tensor in named):
+    if all(prefix + name in state and tensor.shape == state[prefix + name].shape for name, tensor in named):
         for name, tensor in named:
             tensor.copy_(state[prefix + name])

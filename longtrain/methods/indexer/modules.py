@@ -38,6 +38,7 @@ class Indexer(SetScorer):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
+        info.require_full_layers("an indexer")
         L, H, G, D = info.n_layers, info.n_heads, info.n_kv_heads, info.head_dim
         self.sets, self.heads = L, (H, G)
         self.k_proj = nn.Parameter(torch.randn(L, G, D, config.dims) * (D * config.dims) ** -0.25)

@@ -15,12 +15,18 @@ from longtrain import methods
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.settings import Positive, check, made_by, read, wrong
 
-KINDS = {name: methods.config_class(name) for name in ("longspec", "eagle3", "lookaheadkv")}
+KINDS = {name: methods.config_class(name) for name in ("longspec", "eagle3", "lookaheadkv", "dspark")}
 """Settings class of each method that can share one pass of the target over a packed sequence."""
+
+BY_NAME = ("dspark",)
+"""Members that are trained only where they are named."""
 
 Members: Any = make_dataclass(
     "Members",
-    [(name, Optional[kind], field(default_factory=kind)) for name, kind in KINDS.items()],  # noqa: UP045
+    [
+        (name, Optional[kind], field(default=None) if name in BY_NAME else field(default_factory=kind))  # noqa: UP045
+        for name, kind in KINDS.items()
+    ],
 )
 """The settings of each member; None: not trained."""
 
@@ -80,7 +86,8 @@ class Config:
 
     members: Annotated[Members, made_by(_members)] = field(
         default_factory=Members
-    )  # settings of each method, by its name; {}: all train, each with its own defaults
+    )  # settings of each method, by its name; {}: LongSpec, EAGLE-3 and LookaheadKV train, each with its own
+    # defaults; dspark={} adds DSpark, NAME=null leaves a method out
     lr_scales: Annotated[Scales, made_by(_scales)] = field(default_factory=Scales)  # factor on optim.lr of
     # each method, by its name; {}: 1 for all
 

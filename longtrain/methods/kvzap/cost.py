@@ -40,7 +40,7 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     return StepCost(
         inputs=inputs,
         module=row.tokens * saved,
-        flops=(4 * trained + 2 * size.weights) * row.tokens + attention,
+        flops=(4 * trained + 2 * size.used) * row.tokens + attention,
         chunk=row.tokens,
         backward=row.tokens * saved,
         attention_flops=attention,

@@ -28,6 +28,7 @@ class KVzap(nn.Module):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
+        info.require_full_layers("KVzap")
         E, G, inner = info.hidden_size, info.n_kv_heads, config.hidden_dim
 
         def made() -> nn.Module:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
 
 LARGE_VOCABULARY = 32768
 """Vocabulary size from which on drafts use a 4-bit copy of the LM head by default."""
@@ -17,7 +21,7 @@ class Config:
     window: int = 512  # previous tokens the draft's self-attention sees, besides the token itself (§3.1)
     cross_attention: bool = True  # attend to the target's KV cache (§3.1); False only as an ablation
     attention_bias: bool | None = None  # biases on q, k, v; null: as the target has them; the authors: true
-    kv_source_layer: int = -1  # target layer whose K and V are read; -1: the last one
+    kv_source_layer: int = -1  # target layer whose K and V are read; -1: the last that sees the whole text
     final_norm: bool = False  # RMSNorm before the shared LM head; the paper has none
     warm_start: bool = True  # begin with the target's own weights; the paper does not say how it begins
     max_depth: int = 5  # shifts are drawn from 1..max_depth; a node at depth t needs shift t+1 (§3.2)
@@ -62,3 +66,23 @@ class Config:
     def copies_head(self, vocab_size: int, *, faster: bool) -> bool:
         """Return True if drafts use a 4-bit copy of the LM head; `faster`: its kernel runs on the device."""
         return self.head_bits == 4 or (self.head_bits == 0 and faster and vocab_size >= LARGE_VOCABULARY)
+
+
+def source_layer(config: Config, info: TargetInfo) -> int:
+    """Return the index of the target layer whose keys and values a draft reads.
+
+    Raises:
+        ConfigError: the target has no such layer, or one that does not see the whole text or whose keys have
+            another rotary embedding than the draft's queries.
+    """
+    layer, n = config.kv_source_layer, info.n_layers
+    fits = info.readable_layers
+    if layer == -1 and fits:
+        return fits[-1]
+    if -n <= layer < n and layer % n in fits:
+        return layer % n
+    allowed = f"-1, {', '.join(map(str, fits))}" if len(fits) < n else f"{-n}..{n - 1}"
+    raise ConfigError(
+        f"method.kv_source_layer={layer}; target {info.name} allows {allowed if fits else 'none'} (layers "
+        "that see the whole text, with the rotary embedding of the draft)"
+    )

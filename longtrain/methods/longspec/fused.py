@@ -48,6 +48,8 @@ class FusedDraft(JoinedLayer):
             assert draft.post_self_attention_layernorm is not None
             q_NX = query(normed(x_NE, draft.post_self_attention_layernorm))
             norms, eps = head_norms(draft.cross_attn)
-            x_NE = out(read(rotate_heads(q_NX, rope, (self.heads[0], 0), norms=norms, eps=eps)[0]), x_NE)
+            heads, neighbours = (self.heads[0], 0), draft.cross_attn.neighbours
+            q_NHD = rotate_heads(q_NX, rope, heads, norms=norms, eps=eps, neighbours=neighbours)[0]
+            x_NE = out(read(q_NHD), x_NE)
         x_NE = self.plus_mlp(x_NE, draft.post_cross_attention_layernorm)
         return x_NE if draft.norm is None else normed(x_NE, draft.norm)

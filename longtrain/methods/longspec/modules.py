@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.kernels.attention.packed import packed_attention
-from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
+from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU, cast_to
 
 if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
@@ -36,7 +36,8 @@ class LongSpecDraft(nn.Module):
         info: the target's shapes; the draft's are the same.
 
     Source: LongSpec §3.1; the authors' code for what the paper leaves open (order of norms, no final norm).
-    Note: targets with QK-norm get `q_norm` in both attentions and `k_norm` in the draft's own.
+    Note: targets with QK-norm get `q_norm` in both attentions and `k_norm` in the draft's own. Heads are
+        rotated as the target's (in part, if those are), since queries meet the target's keys.
     """
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
@@ -56,6 +57,7 @@ class LongSpecDraft(nn.Module):
                 qk_norm=info.qk_norm,
                 eps=eps,
                 own_keys=own_keys,
+                neighbours=bool(info.rope.get("neighbours")),
             )
 
         self.input_layernorm = RMSNorm(hidden, eps)
@@ -63,7 +65,7 @@ class LongSpecDraft(nn.Module):
         self.post_self_attention_layernorm = RMSNorm(hidden, eps) if config.cross_attention else None
         self.cross_attn = attention(own_keys=False) if config.cross_attention else None
         self.post_cross_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = SwiGLU(hidden, info.intermediate_size, act=info.hidden_act)
+        self.mlp = SwiGLU(hidden, info.intermediate_size)
         self.norm = RMSNorm(hidden, eps) if config.final_norm else None
         for name, tensor in self.named_parameters():
             if name.endswith("_proj.weight"):
@@ -91,8 +93,7 @@ class LongSpecDraft(nn.Module):
         Returns:
             hidden_QE of positions `chunk.start..chunk.stop`.
         """
-        if not torch.is_autocast_enabled(embed_RE.device.type):
-            embed_RE = embed_RE.to(self.input_layernorm.weight.dtype)
+        embed_RE = cast_to(self.input_layernorm.weight, embed_RE)
         halo = chunk.start - chunk.halo
         normed_RE = self.input_layernorm(embed_RE)
         k_RGD, v_RGD = self.self_attn.keys_values(normed_RE, rope_RD)

@@ -24,6 +24,7 @@ from longtrain.losses import (
     greedy_hits,
 )
 from longtrain.methods.longspec import indices
+from longtrain.methods.longspec.config import source_layer
 from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import OutputRequest
@@ -75,7 +76,7 @@ class LongSpecObjective(Objective):
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.asks_target = config.anchor_offset and config.guard_every > 0
-        self.kv_layer = config.kv_source_layer % target.info.n_layers
+        self.kv_layer = source_layer(config, target.info)
         check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
@@ -124,7 +125,7 @@ class LongSpecObjective(Objective):
         )
         pos_T = packed_sequences.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
         pos_T = packed_sequences.to_device(pos_T, device)
-        mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+        mask_T = batch.host_labels
         rows_W = mask_T.nonzero()[:, 0] - 1  # a label is predicted at the position before it
         depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
         ranges = packed_sequences.cut(rows_W, c.chunk_tokens)

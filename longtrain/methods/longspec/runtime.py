@@ -19,6 +19,7 @@ from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
+from longtrain.methods.longspec.config import source_layer
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.targets.step import OutputRequest, TargetStep
 
@@ -53,7 +54,7 @@ class LongSpecRuntime:
 
     def __init__(self, draft: LongSpecDraft, target: Target, config: Config) -> None:
         self.draft, self.target, self.window = draft, target, config.window
-        self.kv_layer = config.kv_source_layer % target.info.n_layers
+        self.kv_layer = source_layer(config, target.info)
         self.layer = FusedDraft(draft)
         info, half = target.info, target.dtype in (torch.bfloat16, torch.float16)
         faster = half and info.hidden_size % GROUPS[-1] == 0 and int4_runs_on(target.device)
@@ -164,7 +165,15 @@ class LongSpecRuntime:
         """Return embeddings, their first norm in the layer, and cos and sin (`enter_rows`)."""
         norm, target = self.draft.input_layernorm, self.target
         table_VE, weight_E = target.embed_weight, norm.weight
-        return enter_rows(ids_BT, table_VE, (weight_E, norm.eps), at, target.rotation, path_BT=path_BT)
+        return enter_rows(
+            ids_BT,
+            table_VE,
+            (weight_E, norm.eps),
+            at,
+            target.rotation,
+            path_BT=path_BT,
+            embed_scale=target.embed_scale,
+        )
 
     def _level(self, ring: DraftRing, cache: KVCache, level: Level) -> Tensor:
         """Return logits_BMV of one level's nodes, and store the nodes' keys and values."""

@@ -13,10 +13,9 @@ from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
 from longtrain.costs.training import PackedSequence, StepCost, draft_step
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
-from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.config import Config, source_layer
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -47,14 +46,14 @@ LLM(
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
     """Build a draft with new weights."""
     if info is not None:
-        _check_layer(config, info)
+        source_layer(config, info)
     return built_for_target(LongSpecDraft)(config, info)
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> LongSpecObjective:
     """Build the objective; a draft without loaded weights is initialised from the target."""
     draft, target = trained(LongSpecDraft, module, target)
-    _check_layer(config, target.info)
+    source_layer(config, target.info)
     if config.warm_start and draft.fresh:
         warm_start(draft, target, config)
     return LongSpecObjective(draft, target, config)
@@ -71,14 +70,6 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         info,
     )
     return Parts(draft=LongSpecRuntime(draft, target, config), name="longspec")
-
-
-def _check_layer(config: Config, info: TargetInfo) -> None:
-    if not -info.n_layers <= config.kv_source_layer < info.n_layers:
-        raise ConfigError(
-            f"method.kv_source_layer={config.kv_source_layer}; target {info.name} allows "
-            f"{-info.n_layers}..{info.n_layers - 1}"
-        )
 
 
 def _other_heads(config: Config, info: TargetInfo) -> list[dict[str, Any]]:
@@ -122,7 +113,7 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
         alone=Forward(width),
         draft=tuple(draft(rows) for rows in above),
         verify=Forward(width, rows=1 + sum(widths)),
-        weight_bytes=float(itemsize * (size.weights // size.n_layers + cross)) + copy,
+        weight_bytes=float(itemsize * (size.layer + cross)) + copy,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from longtrain.data.packing.packed_sequences import positions
+from longtrain.methods.longspec.config import source_layer
 from longtrain.methods.longspec.indices import make_chunk
 from longtrain.targets.step import OutputRequest
 
@@ -47,7 +48,9 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
     """Initialise as the target's first layer with a window, plus a small share of its last layer's attention.
 
     Self-attention, MLP and their norms come from layer 0, whose input is the draft's input: up to the window
-    they compute what the target computes. Query, output and norm of the cross-attention come from the layer
+    they compute what the target computes, if its layers are built as Llama's. What other families' layers do
+    not have, or in another shape, keeps its random values, and so does the MLP if the activation is another.
+    Query, output and norm of the cross-attention come from the layer
     whose keys and values it reads, scaled down to the size of the stream. Without a norm before the LM head,
     all outputs are then scaled so that logits have the size the head expects. Sizes are measured on random
     tokens.
@@ -61,15 +64,18 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
         the last layer's MLP or self-attention copied instead, zero outputs, or unscaled copies.
     """
     first = target.layer_state(0)
-    source = target.layer_state(config.kv_source_layer % target.info.n_layers)
+    source = target.layer_state(source_layer(config, target.info))
     _copy(draft.self_attn, first, "self_attn.")
-    _copy(draft.input_layernorm, first, "input_layernorm.")
-    _copy(draft.mlp, first, "mlp.")
-    _copy(draft.post_cross_attention_layernorm, first, "post_attention_layernorm.")
+    before_attention, before_mlp = target.family.norms
+    _copy(draft.input_layernorm, first, f"{before_attention}.")
+    # experts cannot be copied: the draft's MLP stays random, and small
+    if target.info.hidden_act == "silu":
+        _copy(draft.mlp, first, "mlp.")
+    _copy(draft.post_cross_attention_layernorm, first, f"{before_mlp}.")
     outputs = [draft.self_attn.o_proj, draft.mlp.down_proj]
     if draft.cross_attn is not None:
         _copy(draft.cross_attn, source, "self_attn.")
-        _copy(draft.post_self_attention_layernorm, source, "input_layernorm.")
+        _copy(draft.post_self_attention_layernorm, source, f"{before_attention}.")
         sizes = _sizes(draft, target, config)
         draft.cross_attn.o_proj.weight.mul_(CROSS_SHARE * sizes.stream / sizes.cross)
         outputs.append(draft.cross_attn.o_proj)
@@ -89,7 +95,7 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
     gen = torch.Generator().manual_seed(0)
     ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
     pos_T = positions(bounds).to(target.device)
-    layer = config.kv_source_layer % target.info.n_layers
+    layer = source_layer(config, target.info)
     step = target.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=(-1,), kv=(layer,)))
     k_TGD, v_TGD = step.kv[layer]
     here = draft.input_layernorm.weight
@@ -125,10 +131,11 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
 
 
 def _copy(module: nn.Module | None, state: dict[str, torch.Tensor], prefix: str) -> None:
-    """Copy every parameter of `module` from the entry of its name; biases that the target lacks are 0."""
+    """Copy each parameter of `module` from an entry of its name and shape; biases without one are 0."""
     if module is not None:
         for name, tensor in module.named_parameters():
-            if name.endswith(".bias") and prefix + name not in state:
+            stored = state.get(prefix + name)
+            if stored is not None and stored.shape == tensor.shape:
+                tensor.copy_(stored)
+            elif name.endswith(".bias"):
                 tensor.zero_()
-            else:
-                tensor.copy_(state[prefix + name])

@@ -46,7 +46,7 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     return StepCost(
         inputs=inputs,
         module=module + max(0, KL_BYTES * compared - spare),
-        flops=row.documents * (4 * size.weights * rows + attention),
+        flops=row.documents * (4 * size.used * rows + attention),
         chunk=row.tokens,
         backward=module,
         attention_flops=row.documents * attention,
@@ -66,7 +66,7 @@ def adapter(config: Config, size: Sizes) -> int:
 def lookahead_tokens_of(config: Config, prompt: PromptShape) -> Work:
     """Return the work of the lookahead tokens as part of the prefill's products: no further reads."""
     size = prompt.size
-    linear = 2 * config.n_lookahead * (size.weights + adapter(config, size))
+    linear = 2 * config.n_lookahead * (size.used + adapter(config, size))
     return Work(linear + 4 * size.width * config.n_lookahead * prompt.tokens, 0.0)
 
 

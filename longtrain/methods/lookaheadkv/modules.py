@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span
+from longtrain.targets.families import FUSED, family_of
 from longtrain.targets.lora import Lora
 from longtrain.targets.suffix import GROUPS, LAST
 
@@ -45,7 +46,22 @@ class LookaheadKV(nn.Module):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
-        if info.hidden_act != "silu":
+        info.require_full_layers("LookaheadKV")
+        family = family_of(info.family)
+        if not family.fused or family.sinks:
+            raise TargetMismatchError(
+                f"target {info.name} is of the family {info.family}; LookaheadKV is built for: "
+                f"{', '.join(name for name in FUSED if not family_of(name).sinks)}"
+            )
+        names = [name for group in GROUPS.values() for name in group]
+        wanted = {f"{short}_proj" for short in config.linears()}
+        if not info.swiglu and wanted & {"gate_proj", "up_proj", "down_proj"}:
+            raise TargetMismatchError(
+                f"target {info.name} has no gate, up and down of one MLP in every layer, and "
+                f"method.lora_targets={config.lora_targets} puts LoRA on them; pass "
+                "method.lora_targets=[q,k,v,o]"
+            )
+        if info.swiglu and info.hidden_act != "silu":
             raise TargetMismatchError(
                 f"target {info.name} has the activation '{info.hidden_act}'; LookaheadKV is built for: silu"
             )
@@ -57,8 +73,6 @@ class LookaheadKV(nn.Module):
         """False once weights were loaded, so that they are not rescaled."""
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
         nn.init.normal_(self.lookahead_embeddings, std=config.init_std or STD)
-        names = [name for group in GROUPS.values() for name in group]
-        wanted = {f"{short}_proj" for short in config.linears()}
         self.layers = nn.ModuleList()
         for index in range(info.n_layers):
             last = index == info.n_layers - 1

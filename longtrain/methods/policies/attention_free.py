@@ -44,7 +44,7 @@ class StreamingLLM(BasePolicy):
         """Keep the sinks and the newest tokens (see `BasePolicy`)."""
         info, S = run.target.info, max(run.lengths)
         age_S = torch.arange(S, device=run.tokens_BS.device, dtype=torch.float32)
-        s_LBGS = age_S.expand(info.n_layers, len(run.lengths), info.n_kv_heads, S)
+        s_LBGS = age_S.expand(len(run.layers), len(run.lengths), info.n_kv_heads, S)
         return top(s_LBGS, run.lengths, self.budget, protect_first=self.sinks)
 
 
@@ -68,8 +68,8 @@ class Random(Policy):
         """Return uniform draws from [0, 1): s_LBGS in fp32; 0 beyond a prompt."""
         info = run.target.info
         tokens = run.tokens_BS.tolist()
-        shape = (info.n_layers, info.n_kv_heads)
-        s_LBGS = torch.zeros(info.n_layers, len(tokens), info.n_kv_heads, run.tokens_BS.shape[1])
+        shape = (len(run.layers), info.n_kv_heads)
+        s_LBGS = torch.zeros(len(run.layers), len(tokens), info.n_kv_heads, run.tokens_BS.shape[1])
         for seq, length in enumerate(run.lengths):
             text = f"{self.seed}:{tokens[seq][:length]}".encode()
             seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

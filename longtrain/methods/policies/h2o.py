@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.select import reduce_heads
+from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
 from longtrain.methods.policies.base import Policy
 from longtrain.settings import Count, Kernel
@@ -46,7 +47,16 @@ class H2O(Policy):
         return ColumnSums(lengths, self.chunk)
 
     def scores(self, run: PromptRun) -> Tensor:
-        """Return the column sums s_LBGS in fp32; 0 beyond a prompt."""
+        """Return the column sums s_LBGS in fp32; 0 beyond a prompt.
+
+        Raises:
+            TargetMismatchError: the target has attention sinks.
+        """
+        if run.target.family.sinks:
+            raise TargetMismatchError(
+                f"H2O sums attention without the sinks of target {run.target.info.name}; pass another "
+                "policy, evict=snapkv"
+            )
         watched = run.watched
         assert isinstance(watched, ColumnSums)
         return watched.scores()

@@ -71,7 +71,7 @@ class KVzip(BasePolicy):
         repeats = [repeat_of(run.target, tokens[b][:n], chunk=self.chunk) for b, n in enumerate(run.lengths)]
         wide = torch.promote_types(run.target.dtype, torch.float32)
         s_LBGS = torch.zeros(
-            info.n_layers, len(tokens), info.n_kv_heads, max(run.lengths), dtype=wide, device=run.n_B.device
+            len(run.layers), len(tokens), info.n_kv_heads, max(run.lengths), dtype=wide, device=run.n_B.device
         )
         for turn in range(max(len(repeat.chunks) for repeat in repeats)):
             one = _Turn(run, repeats, turn, self, s_LBGS)
@@ -114,7 +114,8 @@ class _Turn:
         q_NHD = torch.cat([q_BHTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
         own_NGD = torch.cat([k_BGTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
         k_BSGD, v_BSGD = (x[:, : max(self.run.lengths)] for x in self.run.cache.prefix(layer))
-        lse_NH = suffix_lse(q_NHD, own_NGD, k_BSGD, self.spans, scale=scale)
+        sinks_H = self.run.target.sinks(layer)
+        lse_NH = suffix_lse(q_NHD, own_NGD, k_BSGD, self.spans, scale=scale, sinks_H=sinks_H)
         lse_NH = self._with_sinks(lse_NH, q_NHD, k_BSGD, scale)
         if self.see_inputs is not None:  # p / |x| is exp(q k - (lse + log |x|))
             norm_N = torch.cat([self._norm_BT[b, :n] for b, n in self.counts.items()])
@@ -125,7 +126,7 @@ class _Turn:
         s_BGS = reduce_heads(s_BHS, k_BSGD.shape[2], "max")
         for span in self.spans:
             keys = slice(*span.keys)
-            self.s_LBGS[layer, span.seq, :, keys] = s_BGS[span.seq, :, keys]
+            self.s_LBGS[self.run.layers.index(layer), span.seq, :, keys] = s_BGS[span.seq, :, keys]
 
     def _measure(self, layer: int, x_BTE: Tensor) -> None:
         """Record the norms of one layer's attention inputs (`targets.attention.AttentionHook`)."""

@@ -117,7 +117,7 @@ def _on_prompt(run: PromptRun, last: LastQueries, answer: AllQueries, *, shifted
     """
     G, longest = run.target.info.n_kv_heads, max(run.lengths)
     scores = []
-    for layer in range(run.target.info.n_layers):
+    for layer in run.layers:
         k_BTGD = run.cache.prefix(layer)[0]
         wide = torch.promote_types(k_BTGD.dtype, torch.float32)
         s_BGS = torch.zeros(len(run.lengths), G, longest, dtype=wide, device=k_BTGD.device)
@@ -130,7 +130,11 @@ def _on_prompt(run: PromptRun, last: LastQueries, answer: AllQueries, *, shifted
             # [N, H, D] -> [G, g, N, D]
             q_GgND = q_NHD.view(N, G, -1, D).permute(1, 2, 0, 3).to(wide) * D**-0.5
             logits_GgNS = q_GgND @ k_BTGD[b, :n].to(wide).permute(1, 2, 0)[:, None]
-            p_GgNS = logits_GgNS.masked_fill(unseen_NS.to(q_NHD.device), -torch.inf).softmax(-1)
+            logits_GgNS.masked_fill_(unseen_NS.to(q_NHD.device), -torch.inf)
+            p_GgNS = logits_GgNS.softmax(-1)
+            if (sinks_H := run.target.sinks(layer)) is not None:
+                sinks_Gg1 = sinks_H.to(wide).view(G, -1, 1)
+                p_GgNS *= (logits_GgNS.logsumexp(-1) - sinks_Gg1).sigmoid()[..., None]
             s_BGS[b, :, :own] = p_GgNS.mean((1, 2))[:, :own]
         scores.append(s_BGS)
     return torch.stack(scores)

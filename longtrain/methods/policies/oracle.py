@@ -94,11 +94,12 @@ class QuestionOracle(Policy):
         info, found, spans = run.target.info, [], hook.spans()
         places, answers = self._answers(spans)
         row_N = torch.tensor(places, device=run.n_B.device)
-        for layer in range(info.n_layers):
+        for layer in run.layers:
             k_BTGD = run.cache.prefix(layer)[0][:, : max(run.lengths)]
             q_NHD, own_k_NGD = hook.layer(layer)
             scale = info.head_dim**-0.5
-            lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+            sinks_H = run.target.sinks(layer)
+            lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale, sinks_H=sinks_H)
             s_BHT = importance(q_NHD[row_N], lse_NH[row_N], k_BTGD, answers, scale=scale)
             found.append(reduce_heads(s_BHT, info.n_kv_heads))
         return torch.stack(found)

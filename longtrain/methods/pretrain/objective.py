@@ -75,8 +75,7 @@ class PretrainObjective(Objective):
         weights_T = (
             batch.loss_mask_T.float() if batch.weights_T is None else batch.weights_T * batch.loss_mask_T
         )
-        on_host_T = batch.loss_mask_T if batch.host_mask_T is None else batch.host_mask_T
-        tokens = int(on_host_T.sum())
+        tokens = int(batch.host_labels.sum())
         labels_T, weights_T = batch.ids_T[1:], weights_T[1:]
         logits_TV = linear(hidden_TE[:-1], self.module.head_weight)
         nll_T = cross_entropy(logits_TV.float(), labels_T, reduction="none")

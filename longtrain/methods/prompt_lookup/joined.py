@@ -181,7 +181,8 @@ def with_lookup(parts: Parts, mode: str) -> Parts:
     """Return the parts with look-up as `decode.lookup` says; its settings are the method's defaults.
 
     Args:
-        parts: of a system. If they bring no draft, or look-up itself, `auto` changes nothing.
+        parts: of a system. If they bring no draft, one that cuts its trees, or look-up itself, `auto` changes
+            nothing.
         mode: `auto`: joined to the draft; `only`: in its place, or alone if there is none; `off`: not at all.
     """
     draft = parts.draft
@@ -190,7 +191,7 @@ def with_lookup(parts: Parts, mode: str) -> Parts:
     copies = PromptLookupRuntime(Config().ngram)
     if mode == "only":
         return replace(parts, draft=copies)
-    if draft is None:
+    if draft is None or getattr(draft, "cuts", False):
         return parts
     kind = JoinedObserver if isinstance(draft, AttentionObserver) else JoinedDraft
     return replace(parts, draft=kind(draft, copies))

@@ -44,6 +44,8 @@ RULES: dict[str, Callable[[ReadBudget, Config, Target], Selector]] = {
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
     """Return the selector."""
     layers = target.info.n_layers
+    if config.rule in ("reused", "shared_oracle"):  # they follow the attention of all layers
+        target.info.require_full_layers(f"the rule {config.rule}")
     if config.rule == "reused" and config.layer >= layers:
         raise wrong("method.layer", config.layer, f"0 to {layers - 1}, the target's layers")
     selector = RULES[config.rule](read_budget("sparse", keys), config, target)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.devices import kernels_serve
-from longtrain.kernels.fused_layer import add_rms_norm, rotate_heads
+from longtrain.kernels.fused_layer import add_rms_norm, rotate_heads, rotated
 from longtrain.kernels.small_linear import serves, small_linear
-from longtrain.layers import RMSNorm, SwiGLU, apply_rope
+from longtrain.layers import RMSNorm, SwiGLU
 from longtrain.methods.set_objective import SetScorer
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
 
@@ -49,6 +49,7 @@ class RetrievalHead(SetScorer):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
+        info.require_full_layers("a retrieval head")
         E, L, eps = info.hidden_size, info.n_layers, config.rms_norm_eps or info.rms_norm_eps
         self.hidden = hidden_of(config, L)
         if not all(-1 <= layer < L for layer in self.hidden):
@@ -143,7 +144,7 @@ class RetrievalHead(SetScorer):
         lead, size = x.shape[:-1], x.shape[-1]
         if not kernels_serve(x) or rope[0].shape[:-1] != lead:
             heads = x.unflatten(-1, (-1, self.dim))
-            return apply_rope(heads if norm is None else norm(heads), rope)
+            return rotated(heads if norm is None else norm(heads), rope)
         cos, sin = (part.reshape(-1, self.dim) for part in rope)
         norms, eps = (None, 0.0) if norm is None else ((norm.weight, norm.weight), norm.eps)
         rows, heads = x.reshape(-1, size), size // self.dim

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longtrain.data.packing import packed_sequences
+from longtrain.layers import cast_to
 from longtrain.methods.attention_teacher import Teacher
 from longtrain.methods.rope import ModuleRope
 from longtrain.methods.set_objective import ReadRow, SetObjective
@@ -86,13 +87,9 @@ class RetrievalObjective(SetObjective):
             place_RW = at_R[:, None] - back_W
             # embeddings of another document become zeros
             inside = place_RW >= first_R[:, None]
-            embed = self._mine(self.target.embed(ids_T[place_RW.clamp(min=0)]))
+            embed = cast_to(self.module.q_proj.weight, self.target.embed(ids_T[place_RW.clamp(min=0)]))
             return head.entry(embed * inside[..., None], ())
-        embed = self._mine(self.target.embed(ids_T[at_R]))
+        embed = cast_to(self.module.q_proj.weight, self.target.embed(ids_T[at_R]))
         begun_R1 = (at_R > first_R)[:, None]
         states = [row.hidden[layer][(at_R - 1).clamp(min=0)] * begun_R1 for layer in head.hidden]
-        return head.entry(embed, [self._mine(state) for state in states])
-
-    def _mine(self, x: Tensor) -> Tensor:
-        """Cast a tensor of the target to the module's dtype, unless autocast does so."""
-        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.module.q_proj.weight.dtype)
+        return head.entry(embed, [cast_to(self.module.q_proj.weight, state) for state in states])

@@ -18,8 +18,12 @@ INT8_FILE = "weights.int8.safetensors"
 """File of int8 matrices with one scale a row (`name` and `name.scale`); the weight is their bf16 product."""
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, *, some: bool = False) -> list[Path]:
     """Return the files that contain the weights, shards in order.
+
+    Args:
+        folder: the target's folder.
+        some: True if files that an index names may be missing.
 
     Raises:
         ArtifactError: there are none, or an index names a file that is not there.
@@ -38,9 +42,9 @@ def weight_files(folder: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ArtifactError(f"{file} is not a weight index ({error}); get the folder again") from error
         absent = [shard for shard in shards if not (folder / shard).is_file()]
-        if absent:
+        if absent and not some:
             raise ArtifactError(f"{folder} lacks {absent[0]}, which {name} names; get the folder again")
-        return [folder / shard for shard in shards]
+        return [folder / shard for shard in shards if shard not in absent]
     raise ArtifactError(
         f"{folder} has no weights; expected model.safetensors (or shards with an index), or {INT8_FILE}"
     )
@@ -52,17 +56,18 @@ class StoredTensors:
     Args:
         folder: the target's folder.
         device: device that safetensors are read to; those of a `.bin` file are read to the CPU.
+        some: True if files that an index names may be missing.
 
     Raises:
         ArtifactError: a file is missing, truncated or unreadable.
     """
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, *, some: bool = False) -> None:
         self.device = device
         self.file_of: dict[str, Path] = {}
         """Tensor name -> its file, in the order of the files."""
         self._stores: dict[Path, Any] = {}
-        for file in weight_files(folder):
+        for file in weight_files(folder, some=some):
             self.file_of |= dict.fromkeys(self._open(file).keys(), file)
 
     def __iter__(self) -> Iterator[str]:

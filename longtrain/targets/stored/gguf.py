@@ -141,7 +141,7 @@ def _write(file: Path, digest: str, folder: Path) -> None:
             raise
         raise ArtifactError(
             f"{file} cannot be read as a target ({first_line(error)}); get it again if it was cut short, "
-            "else pass a GGUF file of a Llama, Qwen2, Qwen3 or Mistral model, or its folder"
+            "else pass a GGUF file of a Llama, Qwen2, Qwen3, Mistral or Gemma 3 model, or its folder"
         ) from error
     index: dict[str, str] = {}
     for number, part in enumerate(_shards(model)):
@@ -224,6 +224,7 @@ def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
 def _mend_rope(config: Any, reader: GGUFReader, arch: str, file: Path) -> None:
     """Set the rotary scaling, which transformers' reader skips."""
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)  # windows of Gemma 3 are not scaled
     scaling = f"{arch}.rope.scaling"
     kind = _value(reader, f"{scaling}.type") or "none"
     factors = next((tensor for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError, TargetMismatchError, refusal
 
-READ = "fp8 (weight_scale_inv or weight_scale), compressed-tensors with 8 bits"
+READ = "fp8 (weight_scale_inv or weight_scale), compressed-tensors with 8 bits, MXFP4"
 """Kinds of quantised checkpoints that are read, for messages."""
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
@@ -27,6 +27,13 @@ SCALES = (".weight_scale_inv", ".weight_scale")
 ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point", ".k_scale",
                ".v_scale")  # fmt: skip
 """Scales of activations and caches, which a dequantised model does not use."""
+
+MXFP4 = "mxfp4"
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Endings of the names of a weight's two tensors in MXFP4."""
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the numbers of 4 bits whose highest bit, the sign, is 0."""
 
 _METHODS = {
     r"\.(SCB|weight_format)$": "bitsandbytes int8",
@@ -72,6 +79,8 @@ class Quantisation:
                 f"target {where}: config.json has quantization_config={values!r}; get it again"
             )
         method, refused = str(values.get("quant_method") or ""), ""
+        if method == MXFP4:
+            return cls(method)
         if method == "fp8":
             return cls(method, _pairs([values.get("weight_block_size")], where))
         if method == "compressed-tensors":
@@ -88,6 +97,27 @@ class Quantisation:
                 f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
             )
         raise not_read(where, refused)
+
+
+def of_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
+    """Expand experts in MXFP4: two numbers a byte, the lower half first; 32 numbers share a power of two.
+
+    Args:
+        blocks: uint8 [experts, outputs, groups, 16].
+        exponents: uint8 [experts, outputs, groups], each 127 more than the power.
+
+    Returns:
+        The weights in bf16, which has all of these numbers, [experts, inputs, outputs].
+
+    Source: `convert_moe_packed_tensors` of transformers; OCP Microscaling Formats 1.0, 5.3.
+    """
+    table = torch.tensor((*_FP4, *(-one for one in _FP4)), device=blocks.device)
+    found = []
+    for halves, powers in zip(blocks, exponents, strict=True):
+        numbers = torch.stack((table[(halves & 15).int()], table[(halves >> 4).int()]), -1).flatten(-2)
+        numbers = torch.ldexp(numbers, powers.int()[..., None] - 127)
+        found.append(numbers.to(torch.bfloat16).flatten(1).t())
+    return torch.stack(found)
 
 
 def not_read(where: str, method: str) -> TargetMismatchError:

@@ -14,7 +14,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape
 from longtrain.decoding.tree import chain, depths
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.harness import rounding
+from longtrain.evaluation.harness import lossless, rounding
 from longtrain.evaluation.harness.lossless import enforce
 from longtrain.evaluation.harness.rounding import Passage, change, logits_at_once, noise_of, spacing
 from longtrain.evaluation.prompts import Encoded
@@ -106,16 +106,19 @@ def plain(noisy, prompts):
 def run(session, noisy, prompts, plain):
     """`run(shape, wrong_at)`: a finished session, and the same again for another look at its records."""
 
-    def made(shape=CHAIN, wrong_at=None):
+    def made(shape=CHAIN, wrong_at=None, **others):
         rows = tuple(Example(f"copy-{i}", {"text": str(i)}) for i in range(TEXTS))
         task = Task(
             "copy", rows, "{text}", NEW, "none", lambda text, example: 0.0, chat=False, ignore_eos=True,
             written=lambda one: Encoded(tuple(prompts[int(one.fields["text"])]), False),
         )  # fmt: skip
         texts = {tuple(prompt): text for prompt, text in zip(prompts, plain, strict=True)}
-        draft = System("draft", ARTIFACT, "draft", None, Parts(Predicted(texts, wrong_at)), shape, {}, "full")
+        drafts = [
+            System(name, ARTIFACT, name, None, Parts(Predicted(texts, wrong_at)), its_shape, {}, "full")
+            for name, its_shape in {"draft": shape, **others}.items()
+        ]
         return session(
-            asked=Suite("toy", (task,)), entries=(), target=noisy, systems=[FULL_CACHE, draft], batch=TEXTS
+            asked=Suite("toy", (task,)), entries=(), target=noisy, systems=[FULL_CACHE, *drafts], batch=TEXTS
         )
 
     return made
@@ -225,14 +228,59 @@ def test_a_fault_of_one_way_of_reading_is_not_noise(noisy, prompts, plain, monke
     passage = Passage(prompts[0], plain[0][:12])
     at_once = logits_at_once(noisy, Parts(), passage)
     sound = noise_of(noisy, Parts(), passage, at_once, rows=4)
-    real = rounding.logits_in_steps
+    real = rounding.each_step
     for faulty in (1, 4):
 
         def steps(*args, rows, wrong=faulty):
-            return real(*args, rows=rows).flip(1) if rows == wrong else real(*args, rows=rows)
+            for some_TV in real(*args, rows=rows):
+                yield some_TV.flip(1) if rows == wrong else some_TV
 
-        monkeypatch.setattr(rounding, "logits_in_steps", steps)
+        monkeypatch.setattr(rounding, "each_step", steps)
         assert noise_of(noisy, Parts(), passage, at_once, rows=4) < 2 * sound + 1
+
+
+def test_what_is_not_read_again_changes_no_verdict(run, monkeypatch):
+    """Texts that several drafts share, and noise that others exceed, against reading everything."""
+    made = run(again=CHAIN, tree=TREE)
+    made.work()
+    for name in ("draft", "again", "tree"):
+        for row in range(TEXTS):
+
+            def edit(turn, at=9 * row + 2, token=11 + (name == "tree") * (row == 1)):
+                turn["tokens"][at] = token
+
+            edit_record(made, name, edit, f"copy-{row}")
+    read = []
+    once, steps = rounding.logits_at_once, rounding.each_step
+
+    def counted(*args, **options):
+        for some_TV in steps(*args, **options):
+            read.append(len(some_TV))
+            yield some_TV
+
+    def judged():
+        read.clear()
+        found = replace(made).finish().results
+        return [one["tasks"][0]["exactness"] for one in found["systems"][1:]], len(read)
+
+    def at_once(*args):
+        read.append(0)
+        return once(*args)
+
+    def all_noise(target, parts, passage, at_once_TV, *, rows, above):
+        return min(
+            change(at_once_TV, rounding.logits_in_steps(target, parts, passage, rows=n))
+            for n in (1, max(rows, 2))
+        )
+
+    monkeypatch.setattr(lossless, "logits_at_once", at_once)
+    monkeypatch.setattr(rounding, "each_step", counted)
+    little, n_little = judged()
+    monkeypatch.setattr(lossless, "noise_of", all_noise)
+    monkeypatch.setattr(lossless._Known, "serves", lambda *_: False)
+    everything, n_everything = judged()
+    assert little == everything and all(one["noise"]["texts"] == TEXTS for one in little)
+    assert n_little < n_everything / 2, (n_little, n_everything)
 
 
 def test_a_change_is_that_of_distances_from_the_best_logit():

@@ -16,8 +16,18 @@ def context_states(draft, target, ids_T, pos_T):
     return [hidden[layer] for layer in draft.read], hidden[-1]
 
 
-def block_hidden(draft, target, config, states, pos_T, anchor, token):
-    """The head's input of every slot of the block at `anchor`, whose token is `token`: [K, E]."""
+def last_kv(target, ids_T, pos_T):
+    """Keys and values of one document in the target's last layer."""
+    layer = target.info.n_layers - 1
+    with torch.no_grad():
+        return target.packed(ids_T, pos_T, (0, len(ids_T)), OutputRequest("none", kv=(layer,))).kv[layer]
+
+
+def block_hidden(draft, target, config, states, pos_T, anchor, token, kv=None):
+    """The head's input of every slot of the block at `anchor`, whose token is `token`: [K, E].
+
+    `kv` is from `last_kv`, for layers that read the target's.
+    """
     rope = ModuleRope(config, target)
     context = draft.context([state[:anchor] for state in states])
     ids = draft.mask_id.repeat(config.rows)
@@ -25,10 +35,13 @@ def block_hidden(draft, target, config, states, pos_T, anchor, token):
     at = torch.arange(config.rows)
     begin = pos_T[anchor - 1] + 1 if len(pos_T) == anchor else pos_T[anchor]
     z = target.embed(ids).detach()
-    for layer, window in zip(draft.layers, config.layer_windows, strict=True):
+    for layer, window, own in zip(draft.layers, config.layer_windows, config.own_layers, strict=True):
         attention, x = layer.self_attn, layer.input_layernorm(z)
         low = 0 if window is None else max(0, anchor - window)
-        k_c, v_c = attention.keys_values(context[low:], rope(pos_T[low:anchor]))
+        if own:
+            k_c, v_c = attention.keys_values(context[low:], rope(pos_T[low:anchor]))
+        else:
+            k_c, v_c = (x[:anchor] for x in kv)
         k_b, v_b = attention.keys_values(x, rope(begin + at))
         q = attention.query(x, rope(begin + at))
         groups = q.shape[1] // k_b.shape[1]

@@ -57,6 +57,23 @@ def test_inputs_are_the_states_that_are_read(llama, make_draft, make_batch):
     assert step.inputs == sum(x.nbytes for x in hidden.values()) + 40 * 8
 
 
+def test_a_layer_that_reads_the_targets_keys_stores_none(llama, make_draft, make_batch):
+    config = Config(layers=[0, 2], n_layers=2, windows=[16, None], target_kv=True, markov_rank=4)
+    objective = DSparkObjective(make_draft(llama, config), llama, config)
+    row = objective._read(make_batch(llama, [40]))
+    size = Sizes.of(llama.info)
+    step = training(config, size, PackedSequence(40, 40), 1000, 8)
+    # the objective keeps those before the last block alone
+    kv = sum(x.nbytes for x in row.target_kv[0]) // (row.high - row.low) * 40
+    assert step.inputs == sum(x.nbytes for x in row.hidden.values()) + kv + 40 * 8
+    assert step.kv == kv // 40 // 8
+    keys = {"n_layers": 2, "windows": [2048, None]}
+    assert cost(131072, **keys, target_kv=True).module < cost(131072, **keys).module
+    held = [cycle(Config(**keys, target_kv=True), QWEN, (1,), 2).cache_bytes(1, n) for n in (4096, 131072)]
+    # the target's own alone
+    assert held[1] - held[0] == QWEN.kv_bytes(131072 - 4096)
+
+
 def test_a_chunked_step_grows_by_keys_and_values_alone():
     short, long = cost(16384), cost(131072)
     kv = 5 * 2 * 1024 * (131072 - 16384)

@@ -30,6 +30,7 @@ CONFIGS = {
     "all tokens": SMALL,
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False),
     "a window": replace(SMALL, windows=[9, None]),
+    "the target's keys": replace(SMALL, windows=[9, None], target_kv=True),
 }
 
 
@@ -98,6 +99,20 @@ def test_drafting_does_not_wait_and_equals_the_cpu(name, children, make_draft):
             outputs_of[device].append(tree.q_BNV.cpu())
     for here, there in zip(*outputs_of.values(), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [TreeShape((1,) * 5), TreeShape((3, 4, 2))], ids=str)
+def test_cuda_graphs_of_cut_trees_give_the_same_texts(shape, make_draft):
+    """As below, where the number of nodes differs from cycle to cycle."""
+    target = random_target(SHAPE, dtype=torch.float32, device="cuda").fuse()
+    draft = make_draft(target, SMALL, torch.float32).cuda().requires_grad_(False)
+    draft.confidence_head.proj.weight.mul_(0.3)
+    draft.confidence_head.proj.bias.fill_(0.8)
+    parts = SPEC.attach(draft, target, SMALL, {"min_confidence": 0.3})
+    prompts = [torch.randint(2, 97, (n,)).tolist() for n in (90, 7, 33)]
+    options = {"max_new_tokens": 48, "ignore_eos": True}
+    drafted = both(target, parts, prompts, shape=shape, **options)
+    assert drafted.tokens == Engine(target).generate(prompts, **options).tokens
 
 
 @pytest.mark.parametrize("name", CONFIGS)

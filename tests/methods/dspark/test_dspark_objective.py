@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plain_block import block_hidden, context_states, slot_logits
+from plain_block import block_hidden, context_states, last_kv, slot_logits
 
 from longtrain.data.packing import packed_sequences
 from longtrain.data.packing.batch import Batch
@@ -37,6 +37,10 @@ VARIANTS = {
     ),
     "windows, markov, offsets": replace(
         SMALL, heads="markov", windows=[6, None], anchor_offset=True, offset_max_tokens=200
+    ),
+    "the target's keys": replace(SMALL, windows=[6, None], target_kv=True),
+    "the target's keys, offsets": replace(
+        SMALL, n_layers=3, windows=[None, 9, None], target_kv=True, anchor_offset=True, offset_max_tokens=200
     ),
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False, n_layers=3, windows=[5, 9, None]),
 }
@@ -74,11 +78,12 @@ def plain(draft, target, config, batch):
     for a, b in pairwise(bounds):
         ids, pos, mask = batch.ids_T[a:b], pos_T[a:b], batch.loss_mask_T[a:b]
         states, last = context_states(draft, target, ids, pos)
+        kv = last_kv(target, ids, pos)
         for p in range(b - a):
             if a + p not in share:
                 continue
             assert mask[p] and mask[p + 1]
-            hidden = block_hidden(draft, target, config, states, pos, p, int(ids[p]))
+            hidden = block_hidden(draft, target, config, states, pos, p, int(ids[p]), kv)
             for k in range(config.block_size):
                 if p + k + 1 >= b - a or not mask[p + k + 1]:
                     break
@@ -286,6 +291,10 @@ def test_what_cannot_be_built_is_refused(llama):
         ({"block_size": 129}, "method.block_size=129.*4 to 128"),
         ({"block_size": 128, "sample_from_anchor": False}, "method.block_size=128.*4 to 127"),
         ({"ce_weight": 0.0, "l1_weight": 0.0}, "method.l1_weight"),
+        ({"target_kv": True}, "method.windows=null; allowed: with method.target_kv=true a window"),
+        ({"target_kv": True, "windows": [8, 9]}, "method.windows"),
+        ({"target_kv": True, "windows": [8, None], "head_dim": 8}, "method.head_dim=8; allowed: 0 where"),
+        ({"target_kv": True, "windows": [8, None], "rope": {}}, "method.rope={}; allowed: null where"),
     ):
         with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
             replace(SMALL, **keys)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_block import block_hidden, context_states, slot_logits
+from plain_block import block_hidden, context_states, last_kv, slot_logits
 
 from longtrain.artifact import Artifact
 from longtrain.cache.base import Tree
@@ -38,6 +38,7 @@ CONFIGS = {
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False),
     "fill-in with markov": replace(SMALL, heads="markov", sample_from_anchor=False, layers=[1]),
     "windows": replace(SMALL, windows=[7, None], n_layers=2),
+    "the target's keys": replace(SMALL, windows=[7, None], target_kv=True),
     "its own shape, windows": replace(
         SMALL,
         n_layers=3,
@@ -93,7 +94,8 @@ def distribution_of(draft, target, config, text, path):
     """The distribution after some drafted tokens, by a block from scratch; `path` begins with the root."""
     pos = torch.arange(len(text))
     states, _ = context_states(draft, target, torch.tensor(text), pos)
-    hidden = block_hidden(draft, target, config, states, pos, len(text), path[0])
+    kv = last_kv(target, torch.tensor(text), pos)
+    hidden = block_hidden(draft, target, config, states, pos, len(text), path[0], kv)
     depth = len(path) - 1
     return slot_logits(draft, target, hidden[depth : depth + 1], torch.tensor(path[-1:]))[0].softmax(-1)
 
@@ -177,7 +179,7 @@ def test_a_long_prompt_is_read_in_chunks(name, llama, make_draft, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
-@pytest.mark.parametrize("name", ["dspark", "dflash", "windows"])
+@pytest.mark.parametrize("name", ["dspark", "dflash", "windows", "the target's keys"])
 def test_greedy_output_is_the_targets_own(name, family, make_draft):
     """Chains of every length and trees, one sequence and three."""
     target = random_target({**SHAPES[family], "num_hidden_layers": 4}, seed=1, dtype=torch.float64)
@@ -208,12 +210,40 @@ def test_sampled_text_follows_the_targets_distribution(widths, make_draft):
     assert chi2 < 42.3  # 99.9% at 18 degrees of freedom
 
 
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@torch.no_grad()
+def test_the_markov_table_of_a_bigram_target_is_accepted_whole_and_one_off_by_a_token_is_not(
+    sample_from_anchor, llama, make_draft
+):
+    """Layers that add nothing: the target's next token depends on the token before it alone."""
+    for layer in llama.model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    embed, size = llama.embed_weight, llama.info.vocab_size
+    table = torch.nn.functional.rms_norm(embed, embed.shape[-1:], llama.final_norm_weight, 1e-6)
+    config = replace(SMALL, markov_rank=embed.shape[1], sample_from_anchor=sample_from_anchor)
+    draft = make_draft(llama, config)
+    draft.norm.weight.zero_()  # nothing but the Markov head counts
+    draft.markov_head.markov_w2.weight.copy_(llama.head_weight)
+    shape, how = TreeShape((1,) * 5), {"max_new_tokens": 25, "ignore_eos": True}
+    found = []
+    for rows in (torch.arange(size), torch.arange(size).roll(1)):
+        draft.markov_head.markov_w1.weight.copy_(table[rows])
+        engine = Engine(llama, SPEC.attach(draft, llama, config, {}))
+        drawn = engine.generate(
+            texts_of(9, 20), shape=replace(shape, children=ChildChoice.IID), sampling=WARM, **how
+        )
+        found.append((engine.generate(texts_of(9, 20), shape=shape, **how).stats.tau, drawn.stats.tau))
+    assert found[0] == (6, 6) and max(found[1]) < 3
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
     [
         ("dspark", TreeShape((1,) * 5), Sampling()),
         ("dspark", TreeShape((1,) * 5, ChildChoice.IID), Sampling(temperature=0.9, top_p=0.95, seed=3)),
         ("dflash", TreeShape((3, 4, 2)), Sampling()),
+        ("the target's keys", TreeShape((1,) * 5), Sampling()),
         ("its own shape, windows", TreeShape((2, 4), ChildChoice.IID), Sampling(temperature=0.9, seed=3)),
     ],
 )
@@ -227,7 +257,7 @@ def test_a_cycle_can_be_replayed(name, shape, sampling, llama, make_draft, tapes
         assert drafted.tokens == Engine(llama).generate(texts_of(30, 1, 12), **options).tokens
 
 
-@pytest.mark.parametrize("name", ["dspark", "windows"])
+@pytest.mark.parametrize("name", ["dspark", "windows", "the target's keys"])
 def test_evicted_caches(name, llama, make_draft):
     parts = SPEC.attach(make_draft(llama, CONFIGS[name]), llama, CONFIGS[name], {})
     evicted = Parts(evictor=SnapKV(Budget(12), window=8, kernel=5), name="evictor")
@@ -254,7 +284,7 @@ def test_an_artifact_is_what_was_exported_and_drafts_the_same(llama, make_draft,
 
 def test_its_memory_is_constant_with_windows_and_grows_without(llama, make_draft):
     held = {}
-    for name in ("its own shape, windows", "dspark"):
+    for name in ("its own shape, windows", "the target's keys", "dspark"):
         engine = Engine(llama, SPEC.attach(make_draft(llama, CONFIGS[name]), llama, CONFIGS[name], {}))
         held[name] = [
             engine.generate(texts_of(n), max_new_tokens=8, ignore_eos=True).stats.draft_bytes
@@ -262,6 +292,7 @@ def test_its_memory_is_constant_with_windows_and_grows_without(llama, make_draft
         ]
     windows = 2 * 8 * 8 * (6 + 9 + 6 + 3 * 5) + 3 * 2 * 8  # K and V of one head of 8, fp64; two lengths each
     assert set(held["its own shape, windows"]) == {windows}
+    assert len(set(held["the target's keys"])) == 1
     assert held["dspark"][0] == held["dspark"][1] < held["dspark"][2]
 
 
@@ -278,7 +309,7 @@ def test_refusals(llama, make_draft):
     ):
         with pytest.raises(ConfigError, match=why):
             runtime.check_shape(shape)
-    with pytest.raises(ConfigError, match="no inference keys; got: head_bits"):
+    with pytest.raises(ConfigError, match="no inference key 'head_bits'; known: min_confidence"):
         SPEC.attach(draft, llama, config, {"head_bits": 4})
     with pytest.raises(TargetMismatchError, match="is DSparkDraft, not Linear"):
         SPEC.attach(torch.nn.Linear(1, 1), llama, config, {})

@@ -270,6 +270,7 @@ def uneven(budget):
         ("as published", "llama_micro"),
         ("window and sinks", "llama_micro"),
         ("its own shape", "qwen3_micro"),
+        ("window and sinks", "gemma3_micro"),
     ],
 )
 def test_greedy_output_is_the_targets_own(name, family, make_draft):

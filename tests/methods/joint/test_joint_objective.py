@@ -23,6 +23,7 @@ SMALL = {
     "eagle3": {"layers": [0, 1], "draft_vocab_size": 31, "depths": 3, "chunk_tokens": 16, "window": 8},
     "lookaheadkv": {"n_lookahead": 4, "lora_rank": 3, "embedding_lr_scale": 3.0},
 }
+DSPARK = {"n_layers": 2, "windows": [9, None], "target_kv": True, "markov_rank": 5, "chunk_tokens": 16}
 
 
 class Counting:
@@ -94,8 +95,10 @@ def close(got, outputs):
         {"longspec": {**SMALL["longspec"], "objective": "ce", "kv_source_layer": 0, "chunk_tokens": 0}}
         | {"lookaheadkv": {**SMALL["lookaheadkv"], "suffix_window": 6, "budgets": [4]}},
         {"eagle3": {**SMALL["eagle3"], "chunk_tokens": 0, "window": 0}, "lookaheadkv": SMALL["lookaheadkv"]},
+        {name: {**one, **OFFSETS} for name, one in SMALL.items() if name != "lookaheadkv"}
+        | {"dspark": {**DSPARK, **OFFSETS}},
     ],
-    ids=["three", "two with offsets", "the pass stops early", "not in chunks"],
+    ids=["three", "two with offsets", "the pass stops early", "not in chunks", "three drafts"],
 )
 def test_each_member_has_the_loss_and_gradient_of_training_alone_from_one_pass(target, batch, members):
     counting = Counting(target)
@@ -233,3 +236,11 @@ def test_members_that_place_tokens_differently_are_refused(target, batch, monkey
     with pytest.raises(ConfigError, match="longspec and lookaheadkv cannot train on the same sequences"):
         objective(batch)
     assert all(seat.ask is None for seat in objective.shared.seats.values())
+
+
+def test_dspark_is_trained_where_it_is_named():
+    """By default there are the three of before, so that older recipes stay as they are."""
+    assert list(Config().chosen()) == ["longspec", "eagle3", "lookaheadkv"]
+    assert list(Config(members={"dspark": {"block_size": 5}}).chosen()) == ["dspark"]
+    with pytest.raises(ConfigError, match=r"method\.members\.dspark\.block_size=2"):
+        Config(members={"dspark": {"block_size": 2}})

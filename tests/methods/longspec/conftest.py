@@ -11,7 +11,7 @@ from longtrain.targets.loading import random_target
 from tests.helpers import noisy
 
 
-@pytest.fixture(params=["llama_micro", "qwen3_micro", "qwen2_micro"])
+@pytest.fixture(params=["llama_micro", "qwen3_micro", "qwen2_micro", "gemma3_micro"])
 def target(request):
     return random_target(request.param, seed=1, dtype=torch.float64, device="cpu")
 

@@ -34,7 +34,7 @@ def trained_law(draft, target, tokens, depth, window=WINDOW):
     """What training makes of the last of these tokens, seen as a node at this depth: probabilities."""
     ids, n = torch.tensor(tokens), len(tokens)
     pos = packed_sequences.positions((0, n))
-    last = target.info.n_layers - 1
+    last = target.info.full_layers[-1]
     kv = target.packed(ids, pos, (0, n), OutputRequest("none", kv=(last,))).kv[last]
     chunk = indices.make_chunk((0, n), [depth + 1], n - 1, n, window=window)
     part = slice(chunk.halo, n)

@@ -27,6 +27,10 @@ def test_refusals(tmp_path):
     (tmp_path / "longtrain.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="method 'eagle3', not 'longspec'"):
         LongSpecProposer(settings(tmp_path))
+    partly = {**manifest, "method": "longspec", "target": {"rope": {"partial_rotary_factor": 0.5}}}
+    (tmp_path / "longtrain.json").write_text(json.dumps(partly))
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5"):
+        LongSpecProposer(settings(tmp_path))
     (tmp_path / "longtrain.json").write_text(json.dumps({**manifest, "method": "longspec"}))
     with pytest.raises(ValueError, match="no tensor or pipeline"):
         LongSpecProposer(settings(tmp_path, tensor_parallel=2))

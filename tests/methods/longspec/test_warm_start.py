@@ -17,15 +17,16 @@ CONFIG = Config(window=300)
 def test_norms_and_inputs_come_from_the_target(target):
     draft = SPEC.build(CONFIG, target.info)
     SPEC.objective(draft, target, CONFIG)
-    first, last = target.layer_state(0), target.layer_state(target.info.n_layers - 1)
+    first, last = target.layer_state(0), target.layer_state(target.info.full_layers[-1])
     same = {
         "self_attn.k_proj.weight": first["self_attn.k_proj.weight"],
         "input_layernorm.weight": first["input_layernorm.weight"],
-        "mlp.gate_proj.weight": first["mlp.gate_proj.weight"],
-        "post_cross_attention_layernorm.weight": first["post_attention_layernorm.weight"],
+        "post_cross_attention_layernorm.weight": first[f"{target.family.norms[1]}.weight"],
         "cross_attn.q_proj.weight": last["self_attn.q_proj.weight"],
         "post_self_attention_layernorm.weight": last["input_layernorm.weight"],
     }
+    if target.info.hidden_act == "silu":  # an MLP of another activation is not copied
+        same["mlp.gate_proj.weight"] = first["mlp.gate_proj.weight"]
     if target.info.qk_norm:
         same |= {f"{a}.q_norm.weight": s["self_attn.q_norm.weight"] for a, s in
                  (("self_attn", first), ("cross_attn", last))}  # fmt: skip

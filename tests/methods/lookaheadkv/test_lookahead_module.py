@@ -120,3 +120,7 @@ def test_targets_that_cannot_be(three_layers):
         methods.get("lookaheadkv").build(Config(), None)
     with pytest.raises(TargetMismatchError, match="activation 'gelu'"):
         LookaheadKV(Config(), info_of(2, 4, 2, 16, 48, 80, hidden_act="gelu"))
+    experts = info_of(2, 4, 2, 16, 48, 80, family="qwen3_moe")
+    with pytest.raises(TargetMismatchError, match=r"pass method.lora_targets=\[q,k,v,o\]"):
+        LookaheadKV(Config(), experts)
+    assert LookaheadKV(Config(lora_targets=["q", "k", "v", "o"]), experts).adapters(torch.float32)

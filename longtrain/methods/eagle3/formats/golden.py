@@ -17,16 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError
 from longtrain.layers import exact_products
+from longtrain.methods.draft_checks import Recorded, distance
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.recursion import Chains, recursion, rows_back
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import TargetInfo, draft_rope
 from longtrain.targets.rotary import Rotary
 
-FOLDER = "longtrain"
-RECORD, GOLDEN = f"{FOLDER}/record.json", f"{FOLDER}/golden.safetensors"
 CHAINS, DEPTHS = 4, 4
 FAR = 256
 """Largest position of the prompt's tokens, unless twice the window is larger."""
@@ -35,7 +33,7 @@ LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
-class Proposals:
+class Proposals(Recorded):
     """Fixed inputs and the draft's outputs for them.
 
     Args:
@@ -85,18 +83,6 @@ class Proposals:
         tokens_KR = tensors["draft_ids_K"].cpu()[made.logits_KRV.argmax(-1)]
         return cls(*inputs, made.logits_KRV, made.mixed_KRHD, tokens_KR)
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Proposals:
-        """Rebuild from the stored tensors, which have the fields' names.
-
-        Raises:
-            ArtifactError: a tensor is missing.
-        """
-        names = tuple(cls.__dataclass_fields__)
-        if missing := [name for name in names if name not in tensors]:
-            raise ArtifactError(f"{GOLDEN} lacks {', '.join(missing)}; export the folder again")
-        return cls(**{name: tensors[name] for name in names})
-
     def replay(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
         """Compute the outputs again, and return a message for each difference.
 
@@ -138,13 +124,6 @@ def golden_rows(config: Config, info: TargetInfo) -> Tensor:
     return torch.tensor(sorted({place for place in places if 0 <= place <= last}))
 
 
-def distance(got: Tensor, expected: Tensor) -> float:
-    """Return the largest distance between rows, relative to the centred recorded row; NaN is infinite."""
-    expected_c, got_c = ((part - part.mean(-1, keepdim=True)).double() for part in (expected, got))
-    far = (got_c - expected_c).norm(dim=-1) / expected_c.norm(dim=-1).clamp_min(1e-9)
-    return float(torch.nan_to_num(far, nan=torch.inf).max())
-
-
 def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> Eagle3Draft:
     """Build the module in fp32 on the CPU."""
     with torch.device("meta"):
@@ -157,7 +136,7 @@ def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) ->
 def rotary_of(config: Config, info: TargetInfo) -> Rotary:
     """Return the draft's rotary embedding: its own, or the target's."""
     return Rotary(
-        config.rope or info.rope,
+        config.rope or draft_rope(info.rope),
         head_dim=config.head_dim or info.head_dim,
         max_positions=info.max_positions,
     )

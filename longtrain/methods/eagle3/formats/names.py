@@ -7,23 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, first_line
-from longtrain.files import need_regular, read_json
+from longtrain.errors import ArtifactError
+from longtrain.methods.draft_folders import CONFIG, read_config
 from longtrain.methods.eagle3.config import FORMATS
-from longtrain.pickled import read_pickled_tensors
 
 SPECULATORS, FLAT = NAMES = FORMATS
-CONFIG, MODEL, INDEX, PICKLED = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-)
 PREFIX = {SPECULATORS: "layers.0.", FLAT: "midlayer."}
 """The prefix of the layer's tensors."""
 LAYER = ("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")
@@ -69,65 +61,6 @@ def format_of(folder: Path) -> str | None:
     names = config.get("architectures")
     known = isinstance(names, list) and any(name in FLAT_ARCHITECTURES for name in names)
     return FLAT if known or "draft_vocab_size" in config else None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the folder's `config.json`.
-
-    Raises:
-        ArtifactError: it cannot be read, or is not a mapping.
-    """
-    path = folder / CONFIG
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; copy or export it again") from None
-    if not isinstance(config, dict):
-        raise ArtifactError(f"{path} is no mapping of keys; copy or export it again")
-    return config
-
-
-def weight_paths(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: safetensors (one, or those of an index), or an old pickle.
-
-    Raises:
-        ArtifactError: there are none.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            parts = sorted({*read_json(index)["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ArtifactError(f"{index} cannot be read: {error}; copy the folder again") from None
-        return [folder / str(part) for part in parts]
-    for name in (MODEL, PICKLED):
-        if (folder / name).is_file():
-            return [folder / name]
-    raise ArtifactError(f"{folder} holds neither {MODEL} nor {PICKLED}; copy or export it again")
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder under its own names; a pickle is read without executing code.
-
-    Raises:
-        ArtifactError: a file is missing or damaged, or holds something else.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for path in weight_paths(folder):
-        try:
-            if path.suffix == ".safetensors":
-                need_regular(path)
-                found |= load_file(path)
-            else:
-                found |= read_pickled_tensors(path)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ArtifactError(
-                f"{path} is missing or damaged: {first_line(error)}; copy or export it again"
-            ) from None
-    return found
 
 
 def vocabulary(tensors: Mapping[str, Tensor], *, size: int, whole: int, where: Path) -> Tensor:

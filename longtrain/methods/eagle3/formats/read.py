@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, ConfigError, LongtrainError
+from longtrain.errors import ArtifactError
 from longtrain.log import get_logger
+from longtrain.methods.draft_folders import CONFIG, matching, read_config, read_tensors
 from longtrain.methods.eagle3.config import Config, draft_vocab
-from longtrain.methods.eagle3.formats.keys import Keys, LayerInputs, LayerOutputs, Number
 from longtrain.methods.eagle3.formats.names import (
-    CONFIG,
     FLAT,
     IDS,
     MASK,
@@ -29,11 +28,19 @@ from longtrain.methods.eagle3.formats.names import (
     SPECULATORS,
     format_of,
     inside,
-    read_config,
-    read_tensors,
     vocabulary,
 )
 from longtrain.methods.eagle3.modules import Eagle3Draft
+from longtrain.methods.folder_keys import (
+    Keys,
+    LayerInputs,
+    LayerOutputs,
+    building,
+    described_layer,
+    layer_sizes,
+    sketch_of,
+    trainer_of,
+)
 from longtrain.methods.spec import Imported
 from longtrain.settings import Count, CountOrZero
 from longtrain.targets.info import TargetSketch
@@ -47,9 +54,6 @@ TRAINERS = ("longtrain", "speculators", "specforge", "eagle", "modelopt", "angel
 """Known trainers, the values of `trained_by=`."""
 LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of a folder that are not part of the draft."""
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Accepted dtypes of weights; quantised ones are refused."""
-LAYER_KEY = "transformer_layer_config"
 DEPTHS = 7
 LEAST_WINDOW = 3
 """Smallest `sliding_window` read: the token itself and two before it."""
@@ -73,16 +77,11 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
             f"{folder / CONFIG} describes no EAGLE-3 draft; allowed: {SPECULATORS}, {FLAT} folders"
         )
     keys = FolderKeys.of(folder, form, raw, trained_by)
-    try:
+    with building(keys.raw):
         config = keys.config()
         sketch = keys.sketch(config)
         expected = expected_shapes(config, sketch)
         Rotary(sketch.rope, head_dim=sketch.head_dim, max_positions=sketch.max_positions)
-    except ArtifactError:
-        raise
-    except (LongtrainError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise keys.raw.error(f"describes no draft that can be built: {said}; copy it again") from None
     tensors = _checked(folder, config, sketch, expected, read_tensors(folder))
     about = {"format": form, "trained_by": keys.trainer or "not stated", "folder": folder.name}
     return Imported(dataclasses.asdict(config), tensors, sketch, about)
@@ -115,15 +114,8 @@ class FolderKeys:
             ArtifactError: the folder names an unknown trainer, or does not describe its layer.
         """
         raw = Keys(folder / CONFIG, values)
-        trainer = trained_by or raw.get("trained_by", str, "") or None
-        if trainer is not None and trainer not in TRAINERS:
-            allowed = ", ".join(TRAINERS)
-            if trained_by is None:
-                raise raw.wrong("trained_by", f"{allowed}; say who trained it, trained_by=NAME")
-            raise ConfigError(f"trained_by={trainer} is no trainer that is known; allowed: {allowed}")
-        if form == SPECULATORS and not raw.has(LAYER_KEY):
-            raise raw.wrong(LAYER_KEY, "a mapping; copy the folder again")
-        return cls(folder, form, raw, raw.part(LAYER_KEY) if form == SPECULATORS else raw, trainer)
+        trainer = trainer_of(raw, trained_by, TRAINERS)
+        return cls(folder, form, raw, described_layer(raw, form == SPECULATORS), trainer)
 
     def config(self) -> Config:
         """Return the hyperparameters."""
@@ -132,13 +124,9 @@ class FolderKeys:
             raise layer.wrong("num_hidden_layers", "1")
         if layer.get("mlp_bias", bool, False):
             raise layer.wrong("mlp_bias", "false")
-        vocab, hidden = layer.get("vocab_size", Count), layer.get("hidden_size", Count)
+        vocab = layer.get("vocab_size", Count)
         size = raw.get("draft_vocab_size", Count, vocab)
-        target_size = raw.get("target_hidden_size", Count, hidden)
-        if target_size != hidden:
-            raise raw.error(f"its hidden size is {hidden}, its target's {target_size}; allowed: the same")
         window = self.window()
-        heads = layer.get("num_attention_heads", Count)
         return Config(
             layers=self.layers(),
             draft_vocab_size=0 if size == vocab else size,
@@ -148,36 +136,23 @@ class FolderKeys:
             norm_before_fc=self.eagle().get("norm_before_fc", bool, raw.get("norm_before_fc", bool, False)),
             norm_before_residual=self.norm_before_residual(),
             window=window,
-            intermediate_size=layer.get("intermediate_size", Count),
-            n_heads=heads,
-            n_kv_heads=layer.get("num_key_value_heads", Count, heads),
-            head_dim=layer.get("head_dim", Count, max(1, hidden // heads)),
             attention_bias=layer.get("attention_bias", bool, False),
             qk_norm=layer.get("model_type", str, "") == "qwen3"
             or any("Qwen3" in name for name in raw.get("architectures", list[str], [])),
-            rms_norm_eps=layer.get("rms_norm_eps", Number, 1e-6, null=False),
-            rope=self.rope(),
+            **layer_sizes(raw, layer),
             own_embeddings=raw.get("embed_requires_grad", bool, False),
         )
 
     def sketch(self, config: Config) -> TargetSketch:
         """Return the target's sizes as stated in the folder."""
-        return TargetSketch(
-            name=self.raw.part("speculators_config").part("verifier").get("name_or_path", str, ""),
-            family="llama",
+        return sketch_of(
+            self.raw,
+            self.layer,
+            config,
             n_layers=max(config.layers) + 1 if config.layers else 8,
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            hidden_size=self.layer.get("hidden_size", Count),
-            intermediate_size=config.intermediate_size,
-            vocab_size=self.layer.get("vocab_size", Count),
-            max_positions=self.layer.get("max_position_embeddings", Count, 2048),
-            rms_norm_eps=config.rms_norm_eps,
-            rope=config.rope or {},
             qk_norm=config.qk_norm,
-            attention_bias=config.attention_bias,
-            hidden_act=self.layer.get("hidden_act", str, "silu"),
+            bias=config.attention_bias,
+            positions=2048,
         )
 
     def layers(self) -> list[int] | None:
@@ -244,29 +219,6 @@ class FolderKeys:
             )
         return size - 1 if slides else 0
 
-    def rope(self) -> Json:
-        """Return `rope_parameters`, from either spelling of the keys."""
-        layer = self.layer
-        theta = layer.get("rope_theta", Number, 1.0, null=False) if layer.has("rope_theta") else None
-        old = dict(layer.part("rope_scaling").values)
-        if old.get("type") and not old.get("rope_type"):
-            old["rope_type"] = old["type"]
-        old.pop("type", None)
-        if not layer.has("rope_parameters"):
-            return {"rope_type": "default", "rope_theta": theta or 10000.0, **old}
-        part = layer.part("rope_parameters")
-        new = {
-            "rope_type": "default",
-            **part.values,
-            "rope_theta": part.get("rope_theta", Number, theta or 10000.0, null=False),
-        }
-        for key, value in {"rope_theta": theta, **old}.items():
-            if value is not None and new.get(key, value) != value:
-                raise layer.error(
-                    f"rope_parameters has {key}={new.get(key)}, the older keys have {value}; make them equal"
-                )
-        return new
-
     def eagle(self) -> Keys:
         """Return `eagle_config`; empty if it is missing."""
         return (self.layer if self.layer.has("eagle_config") else self.raw).part("eagle_config")
@@ -293,7 +245,7 @@ def _checked(
     """Check that all of the module's tensors are present with the right shapes, and return them."""
     size = draft_vocab(config, sketch.vocab_size)
     tensors = {IDS: vocabulary(found, size=size, whole=sketch.vocab_size, where=folder)}
-    problems = []
+    named = []
     for outer, tensor in found.items():
         name = inside(outer)
         if name in (OFFSETS, MASK, *LEFT_OUT) or name.endswith("rotary_emb.inv_freq"):
@@ -302,21 +254,6 @@ def _checked(
             continue  # a copy of the target's
         if name == "self_attn.o_proj.bias" and not tensor.any():
             continue
-        if name not in expected:
-            problems.append(f"unexpected {outer} {tuple(tensor.shape)}")
-        elif tuple(tensor.shape) != expected[name]:
-            problems.append(f"{outer} is {tuple(tensor.shape)}, not {expected[name]}")
-        elif name in tensors:
-            problems.append(f"{outer} is there twice")
-        elif name != IDS and tensor.dtype not in FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            problems.append(f"{outer} is {kind}, not bfloat16, float16, float32 or float64")
-        else:
-            tensors[name] = tensor
-    problems += [f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors]
-    if problems:
-        more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise ArtifactError(
-            f"{folder} does not hold the draft that its {CONFIG} describes: {'; '.join(problems[:6])}{more}"
-        )
+        named.append((outer, name, tensor))
+    tensors |= matching(folder, {key: expected[key] for key in expected if key != IDS}, named)
     return {name: tensors[name] for name in expected}

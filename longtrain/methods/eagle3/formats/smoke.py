@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longtrain.assets import asset_dir
+from longtrain.methods.draft_checks import heldout_tokens, judged, moved_layers
 from longtrain.methods.eagle3.config import Config, layers_of
 from longtrain.methods.eagle3.formats.golden import draft_of, rotary_of
 from longtrain.methods.eagle3.recursion import recursion, rows_back
+from longtrain.targets.info import draft_rope
 from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 TOKENS, CHAINS, DEPTHS = 400, 256, 2
-CLEARLY, SIGMAS = 0.02, 4.0
-"""An interpretation is better if it predicts more tokens by this share and by so many standard errors."""
 
 
 @torch.no_grad()
@@ -41,8 +40,10 @@ def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
     """
     config = Config(**found.config)
     layers = layers_of(config, target.info.n_layers)
-    config = dataclasses.replace(config, layers=list(layers), rope=config.rope or target.info.rope)
-    ids_T = _text(target)
+    config = dataclasses.replace(
+        config, layers=list(layers), rope=config.rope or draft_rope(target.info.rope)
+    )
+    ids_T = heldout_tokens(target, TOKENS)
     near = {layer + shift for layer in layers for shift in (-1, 0, 1)}
     wanted = tuple(sorted(layer for layer in near if 0 <= layer < target.info.n_layers))
     pos_T = torch.arange(len(ids_T), device=target.device)
@@ -61,30 +62,14 @@ def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
         + ", ".join(f"{share:.1%} at step {depth + 1}" for depth, share in enumerate(agree))
         + f"; accepted share {float(asis_KR.mean()):.3f}"
     ]
-    wrong = []
-    if agree[0] <= common:
-        wrong.append(
-            f"the draft predicts {agree[0]:.1%} of the target's tokens; always drafting the commonest "
-            f"one gives {common:.1%}"
-        )
-    for what, (_, other_KR, _) in shares.items():
-        gain = (other_KR.double() - hits_KR.double()).mean(0)
-        if float(gain.mean()) > max(CLEARLY, SIGMAS * float(gain.std()) / len(gain) ** 0.5):
-            wrong.append(
-                f"read with {what} the draft predicts {float(other_KR.double().mean()):.1%} instead of "
-                f"{float(hits_KR.double().mean()):.1%}: the folder does not say what was trained"
-            )
-    return lines, wrong
+    return lines, judged(hits_KR, {what: hits for what, (_, hits, _) in shares.items()}, common)
 
 
 def _readings(config: Config, n_layers: int) -> dict[str, Config]:
     """Return the configuration, and variants of the keys that folders often state wrongly."""
     found = {"as it is": config}
-    layers = config.layers or []
-    for shift, what in ((-1, "layer ids one lower"), (1, "layer ids one higher")):
-        moved = [layer + shift for layer in layers]
-        if min(moved) >= 0 and max(moved) < n_layers:
-            found[what] = dataclasses.replace(config, layers=moved)
+    for what, moved in moved_layers(config.layers or [], n_layers - 1).items():
+        found[what] = dataclasses.replace(config, layers=moved)
     for key in ("norm_output", "norm_before_residual"):
         other: dict[str, Any] = {key: not getattr(config, key)}
         found[f"{key}={str(other[key]).lower()}"] = dataclasses.replace(config, **other)
@@ -123,14 +108,3 @@ def _shares(
     best_R = probs_TV[start + 1 : n_rows + 1].argmax(-1)
     common = float(best_R.bincount().max()) / len(best_R)
     return torch.stack(shares), torch.stack(hits), common
-
-
-def _text(target: Target) -> Tensor:
-    """Return tokens of a bundled held-out text; random ones if the target has no tokenizer."""
-    if target.tokenizer is None:
-        gen = torch.Generator().manual_seed(0)
-        return torch.randint(target.info.vocab_size, (TOKENS,), generator=gen).to(target.device)
-    file = sorted((asset_dir("bundled") / "text" / "heldout").glob("*.txt"))[0]
-    text = file.read_text(encoding="utf-8")[4000 : 4000 + 12 * TOKENS]
-    ids = target.tokenizer(text, add_special_tokens=False).input_ids[:TOKENS]
-    return torch.tensor(ids, device=target.device)

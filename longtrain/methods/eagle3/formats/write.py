@@ -15,6 +15,12 @@ from torch import Tensor
 
 import longtrain
 from longtrain.errors import ConfigError
+from longtrain.methods.draft_folders import (
+    SPECULATORS_VERSION,
+    TRAINER,
+    layer_keys,
+    speculators_config,
+)
 from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
 from longtrain.methods.eagle3.formats.names import (
     FLAT,
@@ -30,9 +36,6 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 Json = dict[str, Any]
-
-SPECULATORS_VERSION = "0.9.0"
-TRAINER = "longtrain"
 
 
 def check_heads(config: Config, info: TargetInfo) -> None:
@@ -158,19 +161,7 @@ def folder_config(
         **norms,
         "embed_requires_grad": config.own_embeddings,
         "eagle_aux_hidden_state_layer_ids": inputs,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": drafted,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": info.name or None, "architectures": [_architecture(info.family)]},
-        },
+        "speculators_config": speculators_config("eagle3", info, drafted),
         "tie_word_embeddings": False,
         "dtype": dtype,
         **own,
@@ -179,32 +170,13 @@ def folder_config(
 
 def _layer_config(config: Config, info: TargetInfo, *, positions: int, inputs: list[int]) -> Json:
     """Return transformers' keys that describe the layer, with both spellings of RoPE and of the layer ids."""
-    rope = dict(config.rope or info.rope)
-    kind = rope.get("rope_type", "default")
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     made: Json = {
         "model_type": "llama",
-        "hidden_size": info.hidden_size,
-        "intermediate_size": config.intermediate_size or info.intermediate_size,
-        "num_attention_heads": config.n_heads or info.n_heads,
-        "num_key_value_heads": config.n_kv_heads or info.n_kv_heads,
-        "head_dim": config.head_dim or info.head_dim,
+        **layer_keys(config, info, positions=positions),
         "num_hidden_layers": 1,
-        "hidden_act": info.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps or info.rms_norm_eps,
-        "vocab_size": info.vocab_size,
-        "max_position_embeddings": positions,
         "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "pretraining_tp": 1,
-        "eos_token_id": list(info.eos_ids) if len(info.eos_ids) != 1 else info.eos_ids[0],
-        "rope_parameters": {"rope_type": "default", **rope},
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if kind == "default" else {"type": kind, **scaling},
         "num_aux_hidden_states": len(inputs),
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in inputs],
@@ -216,10 +188,3 @@ def _layer_config(config: Config, info: TargetInfo, *, positions: int, inputs: l
         made |= {"sliding_window": config.window + 1, "use_sliding_window": True}
         made["layer_types"] = ["sliding_attention"]
     return made
-
-
-def _architecture(family: str) -> str:
-    """Return the class name of a supported family's language model."""
-    return {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[
-        family
-    ] + "ForCausalLM"

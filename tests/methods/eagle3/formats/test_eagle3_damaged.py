@@ -101,8 +101,9 @@ def test_a_window_that_leaves_nothing_to_see_is_not_read_as_full_attention(expor
             "type 'dynamic'",
         ),
         ({"num_key_value_heads": 3}, "3"),
+        ({"head_dim": 9}, "heads have 9 dims; allowed: an even number"),
     ],
-    ids=["descending layers", "two norms", "no factor", "dynamic rope", "heads"],
+    ids=["descending layers", "two norms", "no factor", "dynamic rope", "heads", "odd heads"],
 )
 def test_a_draft_that_cannot_be_built_is_told_by_its_folder(export, change, said):
     folder = export("flat")[0]

@@ -10,17 +10,18 @@ from eagle3_folders import trained_draft
 
 from longtrain.errors import ArtifactError
 from longtrain.files import write_files
+from longtrain.methods.draft_checks import heldout_tokens
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.formats.golden import rotary_of
-from longtrain.methods.eagle3.formats.smoke import DEPTHS, _text
+from longtrain.methods.eagle3.formats.smoke import DEPTHS, TOKENS
 from longtrain.methods.eagle3.recursion import recursion
 from longtrain.targets.step import OutputRequest
 
 
 def learn(module, config, target):
     """Fit all of a draft to the target on the very text that it will be tried on: seconds of Adam."""
-    ids = _text(target)
+    ids = heldout_tokens(target, TOKENS)
     places = torch.arange(len(ids))
     with torch.no_grad():
         step = target.packed(ids, places, (0, len(ids)), OutputRequest("none", hidden=(*module.layers, -1)))

@@ -1,0 +1,150 @@
+"""Writes a draft as a folder of either format, and refuses settings that engines would silently ignore.
+
+Source: the classes and loaders of speculators 0.9.0, vLLM 0.33 and SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import longtrain
+from longtrain.errors import ConfigError
+from longtrain.methods.draft_folders import SPECULATORS_VERSION, TRAINER, layer_keys, speculators_config
+from longtrain.methods.dspark.config import Config, layers_of
+from longtrain.methods.dspark.formats.names import DFLASH, DSPARK, FLAT, SPECULATORS
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
+
+Json = dict[str, Any]
+MASK = "mask_id"
+
+
+def draft_of_heads(config: Config) -> str:
+    """Return the kind of folder that a draft needs."""
+    return DFLASH if config.heads == "none" else DSPARK
+
+
+def window_key(form: str, window: int) -> int:
+    """Return `sliding_window` for a layer that sees so many tokens before the block.
+
+    In vLLM and SGLang a slot counts itself; the class of speculators counts the tokens before the block.
+    """
+    return window + 1 if form == FLAT else window
+
+
+def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
+    """Refuse settings that engines reading a format would silently ignore, or read otherwise.
+
+    Args:
+        form: the format.
+        config: hyperparameters.
+        info: the target; nothing depends on it.
+
+    Raises:
+        ConfigError: the format cannot express the draft's settings.
+    """
+    if config.heads == "none" and config.sample_from_anchor:
+        raise ConfigError(
+            f"format={form}: without a Markov head engines read a draft as DFlash, whose anchor predicts "
+            "nothing (method.heads=none with method.sample_from_anchor=true); train with "
+            "sample_from_anchor=false, or with heads=markov"
+        )
+    if config.target_kv:
+        raise ConfigError(
+            f"format={form}: no engine has layers that read the target's keys and values "
+            "(method.target_kv=true); train with false, or serve it with longtrain"
+        )
+    windows = sorted({one for one in config.layer_windows if one is not None})
+    if len(windows) > 1:
+        raise ConfigError(
+            f"format={form}: all layers with a window share one key, and method.windows has {windows}; train "
+            "with one size (null where a layer sees everything), or serve it with longtrain"
+        )
+    least = config.rows - 1 if form == FLAT else config.rows
+    if windows and windows[0] < least:
+        raise ConfigError(
+            f"format={form}: engines count a block's own tokens in the window, so method.windows="
+            f"{windows[0]} would hide parts of a block of {config.rows}; train with {least} or more"
+        )
+
+
+def folder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the module's tensors; all have the names that engines expect, and the mask token is a key."""
+    return {name: part.detach().cpu().contiguous() for name, part in tensors.items() if name != MASK}
+
+
+def folder_config(
+    config: Config, info: TargetInfo, *, form: str, mask: int, dtype: str, trained_tokens: int | None
+) -> Json:
+    """Return a format's `config.json`; every key is written, since defaults differ among engines."""
+    draft, outputs = draft_of_heads(config), list(layers_of(config, info.n_layers))
+    inputs = [layer + 1 for layer in outputs]
+    layer = _layer_config(config, info, form=form, positions=max(trained_tokens or 0, info.max_positions))
+    heads = {} if draft == DFLASH else _heads(config)
+    own: Json = {"dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": False}
+    own |= {"trained_by": TRAINER, "longtrain": longtrain.__version__}
+    own |= {} if trained_tokens is None else {"trained_max_tokens": trained_tokens}
+    if form == SPECULATORS:
+        return {
+            "architectures": ["DFlashDraftModel" if draft == DFLASH else "DSparkDraftModel"],
+            "speculators_model_type": draft,
+            "speculators_version": SPECULATORS_VERSION,
+            "transformer_layer_config": layer,
+            "draft_vocab_size": info.vocab_size,
+            "block_size": config.rows,
+            "aux_hidden_state_layer_ids": inputs,
+            "mask_token_id": mask,
+            "sample_from_anchor": config.sample_from_anchor,
+            "sliding_window_non_causal": True,
+            **heads,
+            "speculators_config": speculators_config(draft, info, config.block_size),
+            **own,
+        }
+    shared = {
+        "target_layer_ids": outputs,
+        "mask_token_id": mask,
+        # a DFlash block counts its anchor, a DSpark block the tokens that it drafts
+        "block_size": config.rows if draft == DFLASH else config.block_size,
+        "num_target_layers": info.n_layers,
+    }
+    return {
+        "architectures": ["DFlashDraftModel" if draft == DFLASH else "Qwen3DSparkModel"],
+        **layer,
+        **shared,
+        "eagle_aux_hidden_state_layer_ids": inputs,
+        "sample_from_anchor": config.sample_from_anchor,
+        **heads,
+        "dflash_config": {**shared, "causal": False},
+        **own,
+    }
+
+
+def _heads(config: Config) -> Json:
+    confident = config.heads == "markov_confidence"
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident,
+    }
+
+
+def _layer_config(config: Config, info: TargetInfo, *, form: str, positions: int) -> Json:
+    """Return transformers' keys that describe the layers; `is_causal` concerns the rows of a block."""
+    windows = config.layer_windows
+    window = next((window_key(form, one) for one in windows if one is not None), None)
+    return {
+        "model_type": "qwen3",
+        **layer_keys(config, info, positions=positions),
+        "num_hidden_layers": config.n_layers,
+        "attention_bias": False,
+        "layer_types": ["full_attention" if one is None else "sliding_attention" for one in windows],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": config.n_layers,
+        "is_causal": False,
+    }

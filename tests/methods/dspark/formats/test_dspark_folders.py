@@ -1,0 +1,206 @@
+"""Folders with block drafts: every key that engines need, reading back, and what no engine would run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longtrain.artifact import Artifact
+from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.methods.dspark.formats import FORMATS
+from longtrain.targets.loading import random_target
+
+FORMS = ("speculators", "flat")
+DFLASH = {"heads": "none", "sample_from_anchor": False}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
+VARIANTS = {
+    "dspark": {},
+    "without confidence, fill in": {"heads": "markov", "sample_from_anchor": False},
+    "dflash": DFLASH,
+    "windows": {"windows": [9, None]},
+    "shapes": {"n_heads": 6, "n_kv_heads": 3, "head_dim": 8, "intermediate_size": 64, "rope": LINEAR},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_was_written_is_read(export, target, form, name):
+    folder, module, config = export(form, **VARIANTS[name])
+    assert FORMATS.verify(folder.path, None, None)
+    artifact = Artifact.load(folder.path)
+    assert artifact.method == "dspark"
+    artifact.build(target)
+    back = artifact.typed_config()
+    same = ("layers", "n_layers", "block_size", "windows", "heads", "sample_from_anchor", "mask_token")
+    assert {key: getattr(back, key) for key in same} == {key: getattr(config, key) for key in same}
+    assert back.rope == {"rope_type": "default", **(config.rope or target.info.rope)}
+    state = module.state_dict()
+    assert set(artifact.tensors) == set(state)
+    assert all(torch.equal(artifact.tensors[key], tensor) for key, tensor in state.items())
+
+
+def test_keys_of_a_flat_folder(export):
+    folder = export("flat", windows=[9, None])[0]
+    config = folder.config
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["model_type"] == "qwen3"
+    assert config["target_layer_ids"] == config["dflash_config"]["target_layer_ids"] == [1, 3]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4] and config["num_target_layers"] == 6
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 5
+    assert config["mask_token_id"] == config["dflash_config"]["mask_token_id"] == 7
+    assert config["sample_from_anchor"] is True and config["is_causal"] is False
+    assert config["dflash_config"]["causal"] is False
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert config["sliding_window"] == 10 and config["use_sliding_window"] is True
+    assert (config["markov_rank"], config["markov_head_type"]) == (6, "vanilla")
+    assert config["enable_confidence_head"] is True and config["confidence_head_with_markov"] is True
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert "embed_tokens.weight" not in folder.tensors and "mask_id" not in folder.tensors
+    assert "--speculative-num-draft-tokens 6" in (folder.path / "README.md").read_text()
+    assert '"method": "dspark"' in (folder.path / "README.md").read_text()
+
+
+def test_keys_of_a_speculators_folder(export):
+    config = export("speculators", windows=[9, None])[0].config
+    layer = config["transformer_layer_config"]
+    assert config["speculators_model_type"] == "dspark" and config["aux_hidden_state_layer_ids"] == [2, 4]
+    assert config["block_size"] == 5 and config["sample_from_anchor"] is True
+    assert config["draft_vocab_size"] == layer["vocab_size"] == 97
+    assert config["sliding_window_non_causal"] is True and layer["is_causal"] is False
+    assert layer["sliding_window"] == 9, "its class does not count the slot itself"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+
+
+def test_a_block_counts_its_anchor_where_the_format_does(export):
+    """Speculators and DFlash count rows, a flat DSpark folder the tokens that are drafted."""
+    assert export("speculators", sample_from_anchor=False)[0].config["block_size"] == 6
+    assert export("flat", sample_from_anchor=False)[0].config["block_size"] == 5
+    for form in FORMS:
+        folder = export(form, **DFLASH)[0]
+        assert folder.config["block_size"] == 6 and "markov_rank" not in folder.config
+        assert '"method": "dflash"' in (folder.path / "README.md").read_text()
+    assert "--speculative-algorithm DFLASH" in (folder.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_engines_cannot_run_is_refused(export, form):
+    with pytest.raises(ConfigError, match="anchor predicts nothing"):
+        export(form, heads="none")
+    with pytest.raises(ConfigError, match="target_kv"):
+        export(form, windows=[12, None], target_kv=True)
+    with pytest.raises(ConfigError, match=r"method.windows has \[8, 9\]"):
+        export(form, windows=[8, 9])
+    least = {"flat": 11, "speculators": 12}[form]
+    with pytest.raises(
+        ConfigError, match=f"windows=10 would hide parts of a block of 12; train with {least}"
+    ):
+        export(form, windows=[10, None], block_size=12)
+    assert export(form, windows=[least, None], block_size=12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_target(export, form):
+    artifact = Artifact.load(export(form)[0].path)
+    with pytest.raises(TargetMismatchError, match="of 5 layers or more"):
+        artifact.build(random_target("qwen2_micro", seed=0))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_changed_folder_is_not_loaded(export, form):
+    folder = export(form)[0]
+    tensors = folder.tensors
+    save_file({**tensors, "norm.weight": -tensors["norm.weight"]}, folder.path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"model\.safetensors is not what was exported"):
+        FORMATS.read(folder.path, None)
+    folder.write(tensors=tensors, config={**folder.config, "block_size": 6})
+    with pytest.raises(ArtifactError, match=r"block_size"):
+        FORMATS.read(folder.path, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("architectures", [["Qwen3DSparkModel"]], "no DSpark or DFlash draft"), ("head_dim", 9, "even number")],
+)
+def test_keys_that_describe_no_draft(export, key, value, said):
+    folder = export("flat")[0]
+    folder.write(config={**folder.config, key: value})
+    with pytest.raises(ArtifactError, match=said):
+        FORMATS.verify(folder.path, None, None)
+
+
+def test_a_draft_of_deepspec(foreign, target):
+    """Its folders have no key for the layout: they are anchor-first, and bring copies of the target's own."""
+    missing = dict.fromkeys(
+        ("sample_from_anchor", "is_causal", "dflash_config", "eagle_aux_hidden_state_layer_ids")
+    )
+    path, module = foreign("flat", missing)
+    with pytest.raises(ArtifactError, match=r"sample_from_anchor is missing.*trained_by=deepspec"):
+        Artifact.load(path)
+    copies = {"embed_tokens.weight": target.embed_weight, "lm_head.weight": target.head_weight}
+    tensors = {**load_file(path / "model.safetensors"), **copies}
+    save_file({name: part.detach().clone() for name, part in tensors.items()}, path / "model.safetensors")
+    artifact = Artifact.load(path, trained_by="deepspec")
+    assert artifact.typed_config().sample_from_anchor and artifact.typed_config().layers == [1, 3]
+    assert all(torch.equal(artifact.tensors[key], part) for key, part in module.state_dict().items())
+    assert FORMATS.verify(path, None, "deepspec")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
+    save_file({name: part.detach().clone() for name, part in tensors.items()}, path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=r"lm_head.weight is no copy of the target's"):
+        FORMATS.verify(path, target, "deepspec")
+
+
+def test_a_published_dflash_draft(foreign):
+    """Layers and mask token stand in dflash_config alone; the block counts its anchor."""
+    gone = (
+        "target_layer_ids",
+        "mask_token_id",
+        "sample_from_anchor",
+        "is_causal",
+        "dflash_config.block_size",
+    )
+    gone += ("eagle_aux_hidden_state_layer_ids", "dflash_config.causal", "layer_types")
+    path, _ = foreign("flat", dict.fromkeys(gone), **DFLASH)
+    config = Artifact.load(path).typed_config()
+    assert (config.block_size, config.rows, config.heads) == (5, 6, "none")
+    assert config.layers == [1, 3] and config.mask_token == 7 and config.windows is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"dflash_config.mask_token_id": 8}, r"mask_token_id=7, and 8 in dflash_config; make them equal"),
+        ({"mask_token_id": None, "dflash_config.mask_token_id": None}, "mask_token_id=nothing"),
+        ({"mask_token_id": 97, "dflash_config.mask_token_id": 97}, r"mask_token_id=97; allowed: 0 to 96"),
+        ({"markov_head_type": "gated"}, 'markov_head_type="gated"; allowed: vanilla'),
+        ({"dflash_config.attention_sink_bias": True}, "attention_sink_bias=true; allowed: false"),
+        ({"rope_parameters.partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; allowed: 1"),
+        ({"rope_parameters.mrope_section": [2, 3, 3]}, "mrope_section"),
+        ({"is_causal": True}, "rows of a block see only those before them"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"block_size": "5"}, "block_size"),
+        ({"trained_by": "unsloth"}, "trained_by"),
+    ],
+)
+def test_what_longtrain_does_not_compute_is_told(foreign, changes, said):
+    path, _ = foreign("flat", changes)
+    with pytest.raises(ArtifactError, match=said) as error:
+        Artifact.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_default_draft_of_speculators_is_causal_in_its_windows(foreign):
+    gone = {"sliding_window_non_causal": None, "transformer_layer_config.is_causal": None}
+    path, _ = foreign("speculators", gone, windows=[9, 9])
+    with pytest.raises(ArtifactError, match="see only those before them in some layers"):
+        Artifact.load(path)
+
+
+def test_the_record_is_needed(export):
+    folder = export("flat")[0]
+    (folder.path / "longtrain" / "record.json").unlink()
+    with pytest.raises(ArtifactError, match=r"record\.json is missing"):
+        FORMATS.verify(folder.path, None, None)
+    assert json.loads((folder.path / "config.json").read_text())["trained_by"] == "longtrain"
