@@ -113,12 +113,16 @@ def test_a_dry_run_asks_for_the_login_that_a_push_needs(run, monkeypatch: pytest
 def test_a_format_of_another_method_names_what_serves_this_one(run) -> None:
     done = run("export", "+recipe=quickstart", "format=flat", "dry_run=true")
     assert (
-        "method longspec has no such format (of dspark, eagle3); vLLM can load its artifact as it is" in done.stderr
+        "method longspec has no such format (of dspark, eagle3); vLLM can load its artifact as it is"
+        in done.stderr
     )
     done = run("export", "target=tiny", "artifact=tiny_longspec", "format=flat", "dry_run=true")
     assert "method longspec has no such format" in done.stderr and "== export" not in done.stderr
     done = run("export", "+recipe=specontext_tiny", "format=flat", "dry_run=true")
-    assert "method specontext has no such format (of eagle3); it has sglang; leave format out" in done.stderr
+    assert (
+        "method specontext has no such format (of dspark, eagle3); it has sglang; leave format out"
+        in done.stderr
+    )
 
 
 def test_what_is_known_without_torch_is_what_the_methods_have() -> None:
