@@ -18,6 +18,7 @@ from longtrain.log import get_logger
 from longtrain.methods.folder_keys import written_rope
 from longtrain.methods.written_folders import checksums
 from longtrain.pickled import read_pickled_tensors
+from longtrain.targets.config_file import read_object
 from longtrain.targets.info import draft_rope
 
 if TYPE_CHECKING:
@@ -105,14 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ArtifactError: it cannot be read, or is not a mapping.
     """
-    path = folder / CONFIG
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; copy or export it again") from None
-    if not isinstance(config, dict):
-        raise ArtifactError(f"{path} is no mapping of keys; copy or export it again")
-    return config
+    return read_object(folder / CONFIG, "copy or export it again")
 
 
 def weight_paths(folder: Path) -> list[Path]:

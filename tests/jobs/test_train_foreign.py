@@ -236,3 +236,17 @@ def test_a_supported_target_without_its_layers_files_is_the_same_target(tmp_path
         assert torch.equal(ours(given), theirs(given))
     with pytest.raises(ArtifactError, match="lacks model-"):
         load_target(tmp_path)
+
+
+def test_embeddings_are_scaled_where_the_models_are(tmp_path):
+    keys = {**SHAPES["gemma3_micro"], "vocab_size": 256, "eos_token_id": None}
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.float32)
+    made.save_pretrained(tmp_path, max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(tmp_path)
+    places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in {*places.values()} - {file for name, file in places.items() if "layers" not in name}:
+        (tmp_path / file).unlink()
+    part, ids_T = load_target(tmp_path, layers=False), torch.arange(9)
+    assert part.embed_scale > 1
+    torch.testing.assert_close(part.embed(ids_T), made.model.embed_tokens(ids_T))

@@ -1,8 +1,9 @@
 """The ends of a target of an unsupported family, or of whose weight files some are missing.
 
 They are what training a draft on an engine's states needs: `config.json`, embeddings, final norm and LM head.
-The norm is transformers' own for the architecture (some add 1 to the weight); the rest of its model is built
-on the meta device, without weights, and replaced by a plain Llama without layers.
+Norm and embeddings are transformers' own for the architecture (some add 1 to the norm's weight, or scale the
+embeddings); the rest of its model is built on the meta device, without weights, and replaced by a plain Llama
+without layers.
 
 Shapes: E hidden dim.
 """
@@ -88,7 +89,7 @@ def foreign_ends(
         TargetMismatchError: the model scales its logits, has another final norm, or a biased head.
     """
     where, config = info["name"], config.get_text_config()
-    norm, facts = _parts(config, dtype, where)
+    norm, embed, facts = _parts(config, dtype, where)
     facts |= {"rope": _rope(config), "eos_ids": eos_ids_of(config, folder)} | info
     tensors = StoredTensors(folder, device, some=True)
     index = folder / "model.safetensors.index.json"
@@ -122,7 +123,7 @@ def foreign_ends(
     extra |= {"architecture": next(iter(config.architectures or ()), "")} | source_of(folder)
     made = TargetInfo(**facts, extra=extra)
     model = _stand_in(made)
-    model.model.norm = norm
+    model.model.norm, model.model.embed_tokens = norm, embed
     for module, end in ((model.model.embed_tokens, EMBEDDINGS), (model.lm_head, HEAD)):
         value = found.get(end, found[EMBEDDINGS]).to(device, dtype)
         module.weight = nn.Parameter(value, requires_grad=False)
@@ -130,8 +131,10 @@ def foreign_ends(
     return ForeignEnds(model, made, tokenizer, weights=lambda: iter(()))
 
 
-def _parts(config: Any, dtype: torch.dtype, where: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model's final norm, without values, and the facts that a draft takes from the target.
+def _parts(config: Any, dtype: torch.dtype, where: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """Return the model's final norm and embeddings, without values, and the facts that a draft takes from it.
+
+    The embeddings are transformers' own too, since some scale what they return.
 
     Note: a draft's MLP has SiLU whatever the target has.
     """
@@ -158,7 +161,11 @@ def _parts(config: Any, dtype: torch.dtype, where: str) -> tuple[nn.Module, dict
         )
     query = next((module for module in body.modules() if hasattr(module, "q_proj")), None)
     bias = getattr(getattr(query, "q_proj", None), "bias", None) is not None
-    return norm, {**facts, "qk_norm": hasattr(query, "q_norm"), "attention_bias": bias}
+    return (
+        norm,
+        body.get_input_embeddings(),
+        {**facts, "qk_norm": hasattr(query, "q_norm"), "attention_bias": bias},
+    )
 
 
 def _rope(config: Any) -> dict[str, Any]:
