@@ -108,10 +108,10 @@ def ready(
             f"a part of '{parts.name}' chooses among rows that were read, and rows are random here; pass "
             "suite.fill=prompt"
         )
-    buffers = CaptureBuffers(target)
+    buffers = CaptureBuffers(target, selects=parts.selector is not None)
     draft = parts.draft if shape.widths else None
     room, batch = counts.room(shape), len(prompts)
-    new_cache: Callable[..., KVCache] = target.new_cache if parts.evictor else buffers.new_cache
+    new_cache: Callable[..., KVCache] = target.plain_cache if parts.evictor else buffers.new_cache
     if parts.cache is not None:
         new_cache = Engine(target, parts).new_cache
     if counts.read:
@@ -142,8 +142,7 @@ def ready(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out"
         )
-    selects = parts.selector is not None
-    cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
+    cache = buffers.take_in(cache, room=room + shape.n_nodes)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
     if parts.selector is not None:

@@ -131,7 +131,7 @@ def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KV
     stage = CaptureBuffers(target)
     read = prefill(
         target,
-        parts.cache or (target.new_cache if parts.evictor else stage.new_cache),
+        parts.cache or (target.plain_cache if parts.evictor else stage.new_cache),
         [list(prompt)],
         max_new_tokens=room,
         nodes=room,

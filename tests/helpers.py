@@ -125,8 +125,11 @@ def _depths(shape: TreeShape, device: torch.device) -> Tensor:
     return depths(shape, device)
 
 
-def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, base=0, nodes=None):
-    """Tree attention's reference as kernels run: over all cache positions, without a look at the lengths."""
+def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, base=0, nodes=None, splits=None):
+    """Tree attention's reference as kernels run: over all cache positions, without a look at the lengths.
+
+    `splits` is for kernels: how many parts of the cache are read side by side.
+    """
     rows, slots = q_BHTD.shape[2], k_BGSD.shape[2]
     visible = visible_slots(len_B, mask, rows=rows, slots=slots, base=base, nodes=nodes)
     return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)

@@ -178,16 +178,6 @@ class TestMemory:
         assert rows >= cfg.data.stages[0].doc_tokens
         assert line.startswith("fitted to 1.1 GiB of free memory:") and f"[{rows}] (was [32768])" in line
 
-    def test_answers_are_written_in_batches_that_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cfg = _trained(monkeypatch, free=4 * GIB)
-        cfg.batch_tokens = 1 << 30
-        (line,) = memory.fit_memory(cfg, ["answers"], [])
-        assert 10_000 < cfg.batch_tokens < 4 * GIB / (2 * 6144)  # less than the cache alone would allow
-        assert line.endswith(f"batch_tokens {cfg.batch_tokens} (was {1 << 30})")
-        assert memory.fit_memory(cfg, ["answers"], []) == []
-        cfg.batch_tokens = 1 << 30
-        assert memory.fit_memory(cfg, ["answers"], ["batch_tokens=1073741824"]) == []
-
     def test_what_fits_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cfg = _trained(monkeypatch, free=500 * GIB)
         assert memory.fit_memory(cfg, ["train"], []) == [] and cfg.data.stages[0].sequence_tokens == 32768

@@ -177,7 +177,7 @@ def scorer(target: Target, budget: ReadBudget, context: Context) -> Selector:
 @torch.no_grad()
 def _head(target: Target, length: int, head: Selector, settings: ElasticSettings) -> Row:
     """Time the scoring of all KV entries, in milliseconds."""
-    cache = target.new_cache(settings.batch, length, 1)
+    cache = target.plain_cache(settings.batch, length, 1)
     cache.rewind([length] * settings.batch)
     tokens = random_ids(target.info.vocab_size, settings.batch, length, seed=length)
     tokens_BS, n_B = pad(tokens, target.device)

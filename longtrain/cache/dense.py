@@ -27,11 +27,12 @@ _MIN_PREFIX, _MAX_REST = 512, 1024
 
 
 class DenseCache(KVCache):
-    """Buffer position base + s has position s of a sequence; the tail follows at `base + len_B[b]`.
+    """Buffer position base + s has the s-th stored entry of a sequence; the tail follows after `rows_B[b]`.
 
-    The `base` entries before them (usually none) are written from outside and visible to every token. Lengths
-    are on the device and differ between sequences. The host has bounds only, so that a decoding step does not
-    wait for the device: `_low` <= every length <= `_high`.
+    All positions are stored, so that `rows_B` is `len_B` (`cache.window` stores the last ones only). The
+    `base` entries before them (usually none) are written from outside and visible to every token. Lengths are
+    on the device and differ between sequences. The host has bounds only, so that a decoding step does not
+    wait for the device: `_low` <= every number of stored entries <= `_high`.
 
     Args:
         n_layers: number of layers.
@@ -69,7 +70,8 @@ class DenseCache(KVCache):
                 f"cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}",
                 "at least 1 sequence, 1 token and 0 nodes",
             )
-        self.capacity = max_tokens + max_nodes
+        self.capacity = self.limit = max_tokens + max_nodes
+        """Entries of a sequence that fit beside `base`, and positions that it may have."""
         self.base = base
         self.windows = tuple(windows) or (0,) * n_layers
         shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
@@ -87,8 +89,13 @@ class DenseCache(KVCache):
         self._visible: dict[int, tuple[Mask, int, int, int, Tensor]] = {}
         """Window, or 0 -> the last mask of its layers, and what it was made for."""
 
+    @property
+    def rows_B(self) -> Tensor:  # noqa: N802
+        """Stored committed entries of each sequence, beside `base`."""
+        return self.len_B
+
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail entries of a layer at positions `len_B[b]...`, overwriting any earlier tail.
+        """Store tail entries of a layer after the committed ones, overwriting any earlier tail.
 
         Raises:
             ConfigError: the entries do not fit in the cache.
@@ -124,7 +131,7 @@ class DenseCache(KVCache):
     def attend_window(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `KVCache`. All entries are stored, and those before a token's window are masked.
+        """See `KVCache`. Stored entries before a token's window are masked.
 
         Raises:
             ConflictError: there are entries without a position (`base`), or a mask without the new tokens.
@@ -133,10 +140,8 @@ class DenseCache(KVCache):
         B, _, T, _ = q_BHTD.shape
         if isinstance(mask, Causal) and self._high == 0 and T > 1:
             # [B, X, T, D] -> [B * T, X, D]: sequences end to end
-            q, k, v = (
-                x.transpose(1, 2).flatten(0, 1)
-                for x in (q_BHTD, self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T])
-            )
+            k_BGTD, v_BGTD = self._stored(layer, T)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
             bounds = range(0, (B + 1) * T, T)
             out = packed_attention(q, k, v, bounds, bounds, scale=scale, window=window - 1)
             return out.unflatten(0, (B, T)).transpose(1, 2), None
@@ -171,7 +176,7 @@ class DenseCache(KVCache):
         if used == 0:
             wide = torch.promote_types(q_BHTD.dtype, torch.float32)
             return torch.zeros_like(q_BHTD), q_BHTD.new_full((B, H, T), -torch.inf, dtype=wide)
-        k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
+        k, v = self._stored(layer, used)
         G = k.shape[1]
         q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)  # [B, H, T, D] -> [B, G, R, D]: a GQA group as rows
         split = low >= _MIN_PREFIX and 0 < used - low <= _MAX_REST and not window and split_serves(q_BGRD)
@@ -199,7 +204,7 @@ class DenseCache(KVCache):
         """
         if path_BP is not None:
             rows_B1 = self._row_B[:, None]
-            first_B1 = self.base + self.len_B[:, None]
+            first_B1 = self.base + self.rows_B[:, None]
             source_BP = first_B1 + path_BP
             goal_BP = first_B1 + torch.arange(path_BP.shape[1], device=path_BP.device)
             for buffer in (self.k_LBGSD, self.v_LBGSD):
@@ -216,7 +221,7 @@ class DenseCache(KVCache):
 
     def room_left(self) -> int:
         """See `KVCache`."""
-        return self.capacity - self._high
+        return self.limit - self._high
 
     def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's K and V as views [B, C, G, D] of all C positions; undefined from `len_B[b]` on."""
@@ -230,6 +235,10 @@ class DenseCache(KVCache):
         self._slots_BT = None
         self._visible.clear()
 
+    def _stored(self, layer: int, used: int) -> tuple[Tensor, Tensor]:
+        """A layer's K and V at the first `used` buffer positions, each [B, G, used, D]."""
+        return self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
+
     def bytes(self) -> int:
         """Bytes of K, V and lengths."""
         return self.k_LBGSD.nbytes + self.v_LBGSD.nbytes + self.len_B.nbytes
@@ -237,7 +246,7 @@ class DenseCache(KVCache):
     def _tighten(self, T: int) -> None:
         """Read exact lengths if the host's bounds drifted or seem to overflow; check that T entries fit."""
         if self._high - self._synced_high > _SLACK or self._high + T > self.capacity:
-            self._low, self._high = torch.stack(torch.aminmax(self.len_B)).tolist()
+            self._low, self._high = torch.stack(torch.aminmax(self.rows_B)).tolist()
             self._synced_high = self._high
         if self._high + T > self.capacity:
             raise ConfigError(
@@ -248,7 +257,7 @@ class DenseCache(KVCache):
     def _slots(self, T: int) -> Tensor:
         """Buffer positions [B, T] of the tail, computed once per step."""
         if self._slots_BT is None or self._slots_BT.shape[1] != T:
-            self._slots_BT = self.base + self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
+            self._slots_BT = self.base + self.rows_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
     def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int, window: int) -> Tensor:
@@ -262,9 +271,9 @@ class DenseCache(KVCache):
         if isinstance(mask, Causal):
             visible_BTC = slot_C <= self._slots(T)[:, :, None]  # [C] <= [B, T, 1]
         elif isinstance(mask, PrefixOnly):
-            visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None]
+            visible_BTC = (slot_C < self.base + self.rows_B[:, None])[:, None]
         else:  # a tree: all of the prefix, and among the tail's positions the nodes of the mask
-            visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None].repeat(1, T, 1)
+            visible_BTC = (slot_C < self.base + self.rows_B[:, None])[:, None].repeat(1, T, 1)
             tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
             visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
         if window:
@@ -278,8 +287,11 @@ class DenseCache(KVCache):
         return result
 
     def _positions(self, mask: Mask, T: int, slot_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of the T new tokens, and of the entries in some buffer positions (`base` is 0)."""
-        slot_BT, first_B1 = self._slots(T), self.len_B[:, None]
+        """Positions of the T new tokens and of some buffer positions' entries, from the first stored one on.
+
+        `base` is 0.
+        """
+        slot_BT, first_B1 = self._slots(T), self.rows_B[:, None]
         if not isinstance(mask, Tree):
             return slot_BT, slot_C.expand(len(slot_BT), -1)
         pos_BT = first_B1 + depths(mask.visible_BNN)

@@ -123,7 +123,7 @@ class EvictedCache(KVCache):
 
 
 def compact(
-    cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int
+    cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int, nodes: int | None = None
 ) -> EvictedCache | LayeredCache:
     """Copy the kept entries of the prompts' cache to a smaller one; the caller drops the original.
 
@@ -133,6 +133,7 @@ def compact(
             sliding window it has none: they keep what later tokens see.
         lengths: tokens of each prompt, on the host.
         room: capacity of the tail: tokens committed after the prompt, and the nodes of one step.
+        nodes: those nodes, see `last_entries`.
 
     Raises:
         ConfigError: `keep` does not fit the cache: wrong shape, no entry, or more entries than a prompt has.
@@ -184,7 +185,7 @@ def compact(
     if len(cache.windows) == L:
         return evicted
     near = [layer for layer, window in enumerate(cache.windows) if window]
-    return LayeredCache(evicted, last_entries(cache, near, lengths, room=room), cache.windows)
+    return LayeredCache(evicted, last_entries(cache, near, lengths, room=room, nodes=nodes), cache.windows)
 
 
 def prefix_of(cache: DenseCache, layer: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:

@@ -7,6 +7,8 @@ Shapes: L layers, B batch, T new tokens, S prompt tokens, P path, H query heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,7 +44,7 @@ class HierarchicalCache(KVCache):
         n_layers: number of layers.
         n_heads: number of query heads.
         n_kv_heads: number of KV heads.
-        head_dim: size of a head, 64 or 128.
+        head_dim: size of a head: 64, 128 or 256.
         batch: number of sequences.
         max_tokens: most committed positions of a sequence.
         max_nodes: most tokens of a decoding step, up to 128.
@@ -51,6 +53,7 @@ class HierarchicalCache(KVCache):
         split: the division of an 8-bit code into two nibbles.
         strict: end every step where plain decoding would quantise a block, so that speculative and plain
             decoding on this cache have the same distribution (`commit_limit`).
+        numbers: the layers' numbers in messages; None: from 0 on.
 
     Raises:
         ConfigError: an unsupported size, or too little memory (`NoRoomError`).
@@ -78,6 +81,7 @@ class HierarchicalCache(KVCache):
         dtype: torch.dtype,
         split: Split = Split.FLOOR,
         strict: bool = True,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         check_shape(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim)
         if min(batch, max_tokens) < 1 or not 0 <= max_nodes <= MAX_ROWS:
@@ -110,6 +114,7 @@ class HierarchicalCache(KVCache):
         self._prompt_B: Tensor | None = None
         self._own: tuple[Tensor, Tensor] | None = None
         self._masks = KernelMask()
+        self._numbers = tuple(range(n_layers) if numbers is None else numbers)
         self.clear()
 
     def clear(self) -> None:
@@ -266,7 +271,7 @@ class HierarchicalCache(KVCache):
                 "all of each prompt (pass the lengths of right-padded ones to `expect`)",
             )
         found_L2 = unsound(self.planes, self.ring, Lens(n_B, _blocks(n_B))).tolist()
-        bad = [(layer, which) for layer, which in enumerate(found_L2) if any(which)]
+        bad = [(layer, which) for layer, which in zip(self._numbers, found_L2, strict=True) if any(which)]
         if bad:
             self.clear()
             layer, (keys, _) = bad[0]

@@ -6,12 +6,14 @@ Shapes: L layers, B batch, T new tokens, S cache positions, P path, G KV heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
+from longtrain.cache.window import WindowCache
 from longtrain.kernels.fused_layer import Slots
 
 
@@ -20,12 +22,12 @@ class LayeredCache(KVCache):
 
     Args:
         full: cache of the layers that see the whole text; its positions are the sequences'.
-        near: cache of the layers with a window. Its lengths may be smaller: only distances count there.
+        near: cache of the layers with a window (`WindowCache`, or an arena over one).
         windows: window of each layer of the target; 0: none.
     """
 
-    def __init__(self, full: KVCache, near: DenseCache, windows: Sequence[int]) -> None:
-        self.full, self.near = full, near
+    def __init__(self, full: KVCache, near: KVCache, windows: Sequence[int]) -> None:
+        self.full, self.near, self.windows = full, near, tuple(windows)
         counts = [0, 0]
         self._at: list[tuple[KVCache, int]] = []
         for window in windows:
@@ -72,6 +74,11 @@ class LayeredCache(KVCache):
         self.full.expect(n_B)
         self.near.expect(n_B)
 
+    def foresee(self, rows: int) -> None:
+        """See `KVCache`."""
+        self.full.foresee(rows)
+        self.near.foresee(rows)
+
     def commit_limit(self) -> Tensor | None:
         """See `KVCache`."""
         return self.full.commit_limit()
@@ -85,14 +92,25 @@ class LayeredCache(KVCache):
         self.full.commit(path_BP, n_B)
         self.near.commit(path_BP, n_B)
 
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """See `DenseCache` and `WindowCache`, of which both caches are."""
+        assert isinstance(self.full, DenseCache) and isinstance(self.near, DenseCache)
+        self.full.rewind(lengths)
+        self.near.rewind(lengths)
+
     def room_left(self) -> int | None:
         """See `KVCache`."""
-        left = self.full.room_left()
-        return self.near.room_left() if left is None else min(left, self.near.room_left())
+        left = [room for room in (self.full.room_left(), self.near.room_left()) if room is not None]
+        return min(left, default=None)
 
     def bytes(self) -> int:
         """Bytes of both caches."""
         return self.full.bytes() + self.near.bytes()
+
+    def tensors(self) -> tuple[Tensor, ...] | None:
+        """See `KVCache`."""
+        full, near = self.full.tensors(), self.near.tensors()
+        return None if full is None or near is None else (*full, *near)
 
     def free(self) -> None:
         """See `KVCache`."""
@@ -100,31 +118,52 @@ class LayeredCache(KVCache):
         self.near.free()
 
 
+def new_cache(*, n_layers: int, windows: Sequence[int], **sizes: Any) -> DenseCache | LayeredCache:
+    """An empty cache that stores of each layer what its window lets later tokens see.
+
+    Args:
+        n_layers: number of layers.
+        windows: window of each; 0: it sees the whole text.
+        sizes: as for `DenseCache`.
+
+    Raises:
+        ConfigError: as of `DenseCache`.
+    """
+    near = [window for window in windows if window]
+    if not near:
+        return DenseCache(n_layers=n_layers, **sizes)
+    last = WindowCache(n_layers=len(near), windows=near, **sizes)
+    if len(near) == n_layers:
+        return last
+    return LayeredCache(DenseCache(n_layers=n_layers - len(near), **sizes), last, windows)
+
+
 def last_entries(
-    cache: DenseCache, layers: Sequence[int], lengths: Sequence[int], *, room: int
-) -> DenseCache:
+    cache: DenseCache, layers: Sequence[int], lengths: Sequence[int], *, room: int, nodes: int | None = None
+) -> WindowCache:
     """Copy what later tokens see of some layers with a window: the last entries of each prompt.
 
     Args:
         cache: committed prompts, with the `windows` of its layers.
         layers: the layers, all with a window.
         lengths: tokens of each prompt, on the host.
-        room: capacity after the prompts.
+        room: positions after the prompts, and the most tokens of a step.
+        nodes: the most tokens of a step; None: `room`, so that no entry is dropped.
     """
-    before = max(max(cache.windows[layer] for layer in layers) - 1, 1)
-    counts = [min(before, length) for length in lengths]
     _, B, G, _, D = cache.k_LBGSD.shape
-    near = DenseCache(
+    nodes = room if nodes is None else nodes
+    near = WindowCache(
         n_layers=len(layers),
         n_kv_heads=G,
         head_dim=D,
         batch=B,
-        max_tokens=max(counts) + room,
-        max_nodes=0,
+        max_tokens=max(lengths) + room - nodes,
+        max_nodes=nodes,
         device=cache.k_LBGSD.device,
         dtype=cache.k_LBGSD.dtype,
         windows=[cache.windows[layer] for layer in layers],
     )
+    counts = [min(near.near, length) for length in lengths]
     starts = torch.tensor([n - m for n, m in zip(lengths, counts, strict=True)])
     at_BS = starts[:, None] + torch.arange(max(counts))
     at_BS = at_BS.clamp(max=max(lengths) - 1).to(cache.k_LBGSD.device, non_blocking=True)
@@ -132,5 +171,5 @@ def last_entries(
     for own, layer in enumerate(layers):
         near.k_LBGSD[own, :, :, : max(counts)] = cache.k_LBGSD[layer].gather(2, index)
         near.v_LBGSD[own, :, :, : max(counts)] = cache.v_LBGSD[layer].gather(2, index)
-    near.rewind(counts)
+    near.resume(lengths)
     return near

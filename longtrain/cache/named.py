@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longtrain.cache.base import KVCache
 from longtrain.cache.elastic import ElasticCache, Offloading
 from longtrain.cache.hierarchical import HierarchicalCache, UpperHalfCache
+from longtrain.cache.quantised import new_quantised
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import Split
 from longtrain.settings import read
@@ -53,6 +54,7 @@ def cache_maker(
     n_heads: int,
     n_kv_heads: int,
     head_dim: int,
+    windows: Sequence[int] = (),
     **where: Any,
 ) -> NewCache:
     """Return a function that makes empty caches of the named kind.
@@ -64,21 +66,28 @@ def cache_maker(
         n_heads: number of query heads of the target.
         n_kv_heads: number of KV heads of the target.
         head_dim: size of a head of the target.
+        windows: window of each layer, 0 for one without; empty: no layer has one. Elastic caches take none.
         where: `device` and `dtype` of the target.
 
     Raises:
         ConfigError: no such cache or option, or a value that is not allowed.
     """
     options = _read(name, given)
-    shape: dict[str, Any] = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, **where}
+    shape: dict[str, Any] = {"n_kv_heads": n_kv_heads, "head_dim": head_dim, **where}
     if isinstance(options, Offloading):
         return lambda batch, max_tokens, max_nodes: ElasticCache(
-            offloading=options, **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes
+            offloading=options,
+            n_layers=n_layers,
+            **shape,
+            batch=batch,
+            max_tokens=max_tokens,
+            max_nodes=max_nodes,
         )
-    kind = HierarchicalCache if name == "int8" else UpperHalfCache
-    return lambda batch, max_tokens, max_nodes: kind(
+    return lambda batch, max_tokens, max_nodes: new_quantised(
+        HierarchicalCache if name == "int8" else UpperHalfCache,
         n_heads=n_heads,
-        split=options.split,
+        windows=windows or (0,) * n_layers,
+        options={"split": options.split},
         **shape,
         batch=batch,
         max_tokens=max_tokens,

@@ -6,7 +6,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from longtrain.config.groups import AsTyped
-from longtrain.settings import Count, Positive, Share, Text, Tokens, Words, between, convert, made_by, wrong
+from longtrain.settings import (
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    Text,
+    Tokens,
+    Words,
+    between,
+    convert,
+    made_by,
+    wrong,
+)
 
 MERGE = "merge"
 """The value of `shard` that merges the finished parts of an evaluation into its result."""
@@ -85,11 +97,16 @@ class AnswersKeys:
     """The keys that only `answers` has."""
 
     document_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] = (512, 8192)
-    ask: Annotated[dict[str, tuple[Text, ...]], Words("{text: [QUESTION, ...], code: [...]}")] = field(
-        default_factory=dict
-    )
+    ask: Annotated[
+        dict[str, tuple[Text | dict[str, tuple[Text, ...]], ...]],
+        Words("{text: [QUESTION, {FORM: [QUESTION, ...]}, ...], code: [...]}"),
+    ] = field(default_factory=dict)
+    ask_weights: Annotated[
+        dict[str, NotNegative] | None, Words("{FORM: WEIGHT, ...}, each 0 or more, or null")
+    ] = None
+    turns: Annotated[tuple[Count, Count], Words("[FEWEST, MOST] questions")] = (1, 1)
     batch: Count = 256
-    batch_tokens: Count = 1048576
+    batch_tokens: Count | None = None
     prompts: Count | None = None
     shards: Count = 1
     shard: Any = None

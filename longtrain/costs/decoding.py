@@ -14,7 +14,7 @@ from longtrain.costs.cycle import Forward, expected_ms
 from longtrain.costs.footprint import CONTEXT, SPARE, fits, needed
 from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
 from longtrain.costs.method import CycleCost
-from longtrain.costs.model import ITEM, Sizes
+from longtrain.costs.model import ITEM, Sizes, window_slots
 from longtrain.costs.roofline import Width
 
 PLAIN_COLUMNS = {
@@ -66,6 +66,7 @@ class Served:
         batch: sequences decoded together.
         itemsize: bytes of a number of the target.
         weight_bytes: bytes of the target's weights.
+        windows: window of each layer; 0: none.
     """
 
     size: Sizes
@@ -73,6 +74,12 @@ class Served:
     batch: int
     itemsize: int
     weight_bytes: int
+    windows: tuple[int, ...] = ()
+
+    def seen(self, context: int, *, stored: bool = False) -> int:
+        """Return how many of `context` cached tokens a layer reads, or stores, on the average over layers."""
+        rows = [window_slots(max(self.windows)) if stored else window for window in self.windows if window]
+        return round(context - sum(max(0, context - row) for row in rows) / self.size.n_layers)
 
     def fits(self, held: float) -> str:
         """Return `yes` if the device has room for so many bytes, else `no`."""
@@ -102,16 +109,21 @@ class Served:
     def expected_ms(self, forwards: list[Forward], context: int) -> float:
         """Return the expected milliseconds of forwards, at the bandwidth that good kernels reach."""
         bytes_per_s = BYTES_SHARE * self.gpu.bytes_per_s
-        return expected_ms(forwards, self.size, batch=self.batch, context=context, bytes_per_s=bytes_per_s)
+        return sum(
+            expected_ms([one], self.size, batch=self.batch, context=seen, bytes_per_s=bytes_per_s)
+            for one in forwards
+            for seen in (self.seen(context) if one.layers is None else context,)
+        )
 
 
 def plain(served: Served, context: int) -> dict[str, Any]:
     """Return memory and step time of plain decoding at one context length."""
     size, gpu, batch = served.size, served.gpu, served.batch
     width = Width(8 * served.itemsize, 8 * served.itemsize)
-    step = roofline.metrics(roofline.step(size, batch=batch, context=context, width=width), gpu)
+    step = roofline.metrics(roofline.step(size, batch=batch, context=served.seen(context), width=width), gpu)
     read = roofline.metrics(roofline.prefill(size, batch=batch, context=context), gpu)
-    kv = batch * roofline.stored(size.kv_bytes(context) // ITEM, 8 * served.itemsize)
+    held = served.seen(context, stored=True)
+    kv = batch * roofline.stored(size.kv_bytes(held) // ITEM, 8 * served.itemsize)
     return {
         "batch": batch,
         "context": context,

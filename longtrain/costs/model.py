@@ -17,6 +17,16 @@ ITEM = 2
 """Bytes of a bf16 number."""
 
 
+def window_slots(window: int, nodes: int = 0) -> int:
+    """Return how many entries of a layer with a window fit its cache (`cache.window`).
+
+    Args:
+        window: keys that a token sees, its own included.
+        nodes: most tokens of a step.
+    """
+    return window - 1 + max(1, window // 4) + nodes
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of a model: MLPs of which each token goes through a few.

@@ -183,8 +183,8 @@ class DataConfig:
         val_sequences: largest number of packed sequences of validation data.
         workers: loading processes; reading a sequence from the memory map takes about a millisecond, so 0 is
             enough.
-        tokenise_workers: processes that tokenise running text; None: one a core, at most 16, for 8 million
-            characters or more in all sources together, and none for less.
+        tokenise_workers: processes that tokenise text and conversations; None: one a core, at most 16, for
+            8 million characters or more in all sources together, and none for less.
     """
 
     name: Name

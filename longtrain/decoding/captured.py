@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from longtrain.cache.arena import ArenaCache, movable, rounded_slots
+from longtrain.cache.arena import ArenaCache, LayeredArena, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
+from longtrain.cache.layered import LayeredCache
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.roles import TreeShape
+from longtrain.kernels.tree_attention import MAX_NODES
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -273,39 +275,42 @@ class CaptureBuffers:
 
     Args:
         target: the frozen model.
+        selects: True if steps read selected entries only.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.arena: ArenaCache | None = None
+    def __init__(self, target: Target, *, selects: bool = False) -> None:
+        self.target, self._selects = target, selects
+        self.arena: ArenaCache | LayeredArena | None = None
         self._selected: SelectedCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
         self._texts: CycleState | None = None
 
-    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache | LayeredCache:
         """The arena's buffers as an empty cache for the prompts; same arguments as `Target.new_cache`."""
         store = self._reserve(batch, max_tokens + max_nodes).store
         store.rewind([0] * batch)
         return store
 
-    def take_in(self, cache: KVCache, *, room: int, selects: bool = False) -> KVCache:
+    def take_in(self, cache: KVCache, *, room: int) -> KVCache:
         """Move `cache` to static buffers that cycles can be captured over.
 
         Args:
             cache: committed prompts, for which `can_capture` is True.
             room: cache positions needed after them.
-            selects: True if steps read selected entries only.
         """
         if cache.tensors() is not None:
             return cache
         dense = movable(cache)
         assert dense is not None
         arena = self.arena
-        if arena is None or dense is not arena.store:
-            arena = self._reserve(len(cache.len_B), dense.used + room)
+        if arena is None or cache is not arena.store:
+            near = cache.near if isinstance(cache, LayeredCache) else dense
+            assert isinstance(near, DenseCache)
+            arena = self._reserve(len(cache.len_B), max(dense.used, near.used) + room)
         arena.take(cache, room=room)
-        if not selects:
+        if not self._selects:
             return arena
+        assert isinstance(arena, ArenaCache)
         if self._selected is None or self._selected.store is not arena:
             self._selected = SelectedCache(arena)
         return self._selected
@@ -337,18 +342,20 @@ class CaptureBuffers:
         """The memory pool of an existing graph: a pool that no graph uses any more cannot be reused."""
         return next((one.pool for one in self._cycles.values() if one.pool is not None), None)
 
-    def _reserve(self, batch: int, slots: int) -> ArenaCache:
+    def _reserve(self, batch: int, slots: int) -> ArenaCache | LayeredArena:
         """An arena for `batch` sequences with at least `slots` positions each; the present one if it fits."""
         arena, target = self.arena, self.target
         if arena is not None:
-            buffer = arena.store.k_LBGSD
+            buffer, *_ = arena.tensors() or ()
             like = buffer.shape[1] == batch and (buffer.device, buffer.dtype) == (target.device, target.dtype)
             if like and arena.slots >= slots:
                 return arena
             arena.free()  # before the next one is allocated
         self.arena = self._selected = None
         self._cycles.clear()
-        self.arena = ArenaCache(target.new_cache(batch, rounded_slots(slots), 0))
+        make = target.plain_cache if self._selects else target.new_cache
+        store = make(batch, rounded_slots(slots) - MAX_NODES, MAX_NODES)
+        self.arena = LayeredArena(store) if isinstance(store, LayeredCache) else ArenaCache(store)
         return self.arena
 
 

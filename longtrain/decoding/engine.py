@@ -91,7 +91,7 @@ class Engine:
     Raises:
         ConflictError: `parts` has an evictor and a cache of its own or a selector, or a selector and a cache
             that cannot read selected entries.
-        TargetMismatchError: the target has sliding windows, and `parts` a cache or a selector without.
+        TargetMismatchError: all layers of the target have sliding windows, and `parts` a selector.
     """
 
     def __init__(
@@ -119,9 +119,6 @@ class Engine:
                 f"parts '{self.parts.name}' evict entries ({self.parts.evictor.name}) and select among all "
                 f"({self.parts.selector.name}); leave one out"
             )
-
-        if self.parts.cache is not None:
-            target.info.require_full_layers(f"the cache of parts '{self.parts.name}'")
         if self.parts.selector is not None and not target.info.full_layers:
             target.info.require_full_layers(f"selection of KV entries ({self.parts.selector.name})")
 
@@ -210,7 +207,7 @@ class Engine:
         buffers = self._usable(buffers, read.cache)
         if buffers:
             room = max_new_tokens + most_nodes
-            taken = buffers.take_in(read.cache, room=room, selects=selector is not None)
+            taken = buffers.take_in(read.cache, room=room)
             read = replace(read, cache=taken)
         cache = read.cache
 
@@ -230,7 +227,7 @@ class Engine:
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
         root_B = next_token(first_BV, sampling, rng, cache.len_B)
         roots = root_B.tolist()
-        _refuse_not_finite(first_BV, target)
+        refuse_not_finite(first_BV, target)
         over = out.begin(roots)
         prefilled_s = time.perf_counter()
 
@@ -287,6 +284,8 @@ class Engine:
             return cache if self.parts.selector is None else self.parts.selector.serves(cache)
         if self.parts.selector is not None:
             return new_selected_cache(self.target, batch, max_tokens, max_nodes)
+        if self.parts.evictor is not None:
+            return self.target.plain_cache(batch, max_tokens, max_nodes)
         return self.target.new_cache(batch, max_tokens, max_nodes)
 
     def _shapes(self, asked: TreeShape | ShapeChoice | None, sampling: Sampling) -> tuple[TreeShape, ...]:
@@ -320,7 +319,7 @@ class Engine:
             ConflictError: `capture=True`, and draft, selector, target or shape do not support it.
         """
         auto = self.capture == "auto"
-        if not self.capture or (auto and (max_new_tokens < _WORTH or not _gains(self.target))):
+        if not self.capture or (auto and (max_new_tokens < _WORTH or not gains(self.target))):
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
@@ -337,7 +336,7 @@ class Engine:
         if reason and not auto:
             raise ConflictError(f"capture=True, but {reason}; pass capture=False or 'auto'")
         if not reason and self._kept is None:
-            self._kept = CaptureBuffers(self.target)
+            self._kept = CaptureBuffers(self.target, selects=self.parts.selector is not None)
         return None if reason else self._kept
 
     def _usable(self, buffers: CaptureBuffers | None, cache: KVCache) -> CaptureBuffers | None:
@@ -370,7 +369,7 @@ def _logits(step: TargetStep) -> Tensor:
     return step.logits_BTV
 
 
-def _refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
+def refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
     """Refuse logits that are NaN or infinite.
 
     Raises:
@@ -383,7 +382,7 @@ def _refuse_not_finite(logits_BV: Tensor, target: Target) -> None:
         )
 
 
-def _gains(target: Target) -> bool:
+def gains(target: Target) -> bool:
     """True if static buffers are faster: on CUDA with a kernel for attention over them, and not sharded."""
     if target.device.type != "cuda" or target.shards is not None:
         return False

@@ -99,7 +99,11 @@ class Keep:
 
 
 class Evictor(Protocol):
-    """Chooses the KV entries that remain, once after prefill: LookaheadKV, SnapKV, KVzip."""
+    """Chooses the KV entries that remain, once after prefill: LookaheadKV, SnapKV, KVzip.
+
+    One whose scores know the target's own scale of attention has `any_scale = True`; its hook, if it is for
+    layers with a window too, `every_layer = True`.
+    """
 
     @property
     def name(self) -> str:
@@ -262,8 +266,10 @@ class PromptRun:
 
 
 def on_layers(hook: AttentionHook | None, info: TargetInfo) -> AttentionHook | None:
-    """Return a hook that passes on what the layers without a window show."""
-    return hook if hook is None or not any(info.windows) else _OnLayers(hook, info.full_layers)
+    """Return a hook that passes on what layers without a window show; itself if it is for `every_layer`."""
+    if hook is None or not any(info.windows) or getattr(hook, "every_layer", False):
+        return hook
+    return _OnLayers(hook, info.full_layers)
 
 
 class _OnLayers:

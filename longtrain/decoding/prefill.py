@@ -15,6 +15,7 @@ from torch import Tensor
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
+from longtrain.costs.model import window_slots
 from longtrain.decoding.appended import read_after
 from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun, on_layers
 from longtrain.decoding.roles import AttentionObserver
@@ -39,8 +40,8 @@ class Prefilled:
         tokens_BS: all tokens read, right-padded.
         n_B: number of tokens of each sequence.
         step: logits of each last token; hidden states of all tokens.
-        full_bytes: bytes of the cache before eviction, without positions that only the evictor needs (pseudo
-            answers), and without entries of the prompts before the window of a layer.
+        full_bytes: bytes of the cache without eviction: without positions that only the evictor needs (pseudo
+            answers), and without entries that leave every window.
         kept_entries: KV entries of each prompt after eviction, mean over the layers that see the whole text
             and KV heads.
         forwards: number of target forwards.
@@ -108,7 +109,8 @@ def prefill(
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
         slot = cache.k_LBGSD[..., 0, :].nbytes + cache.v_LBGSD[..., 0, :].nbytes
-        full_bytes -= scratch * slot + _idle_bytes(target.info, slot, max(lengths))
+        idle = _idle_rows(target.info, max(lengths) + room + nodes, nodes)
+        full_bytes -= round(slot * (scratch + idle / target.info.n_layers))
         logits_BV = step.logits_BTV[:, -1]
         root_B = logits_BV.argmax(-1)
         run = PromptRun(
@@ -119,7 +121,7 @@ def prefill(
             cache = (
                 evictor.thinning(run, keep, nodes=nodes)
                 if isinstance(evictor, GoingOn) and evictor.decoding
-                else compact(run.cache, keep, lengths, room=room + nodes)
+                else compact(run.cache, keep, lengths, room=room + nodes, nodes=nodes)
             )
             kept_entries = keep.n_LBG.double().mean((0, 2)).tolist()
         del run, hook  # free the whole cache and the stored queries before anything else is run
@@ -142,7 +144,7 @@ def pad(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, T
 
 
 def _check_evictor(evictor: Evictor, target: Target) -> None:
-    """Refuse a target whose layers all have a window, or another scale than the evictors' scores.
+    """Refuse a target whose layers all have a window, or another scale than most evictors' scores.
 
     Raises:
         TargetMismatchError: see above.
@@ -152,16 +154,18 @@ def _check_evictor(evictor: Evictor, target: Target) -> None:
         info.require_full_layers(f"eviction ({evictor.name})")
     if isinstance(evictor, GoingOn) and evictor.decoding:
         info.require_full_layers("eviction during decoding")
-    if abs(target.scaling(0) * info.head_dim**0.5 - 1) > _CLOSE:
+    plain = abs(target.scaling(0) * info.head_dim**0.5 - 1) <= _CLOSE
+    if not plain and not getattr(evictor, "any_scale", False):
         raise TargetMismatchError(
             f"eviction ({evictor.name}) scores entries at the scale head_dim ** -0.5, and target {info.name} "
             f"has the scale {target.scaling(0):.4g} with heads of {info.head_dim}; leave it out"
         )
 
 
-def _idle_bytes(info: TargetInfo, slot: int, tokens: int) -> int:
-    """Bytes of the prompts' entries that no later token sees; `slot`: bytes of a position of all layers."""
-    return round(slot * (tokens - info.entries(tokens) / info.n_layers))
+def _idle_rows(info: TargetInfo, slots: int, nodes: int) -> int:
+    """Return how many of `slots` entries of each layer no `WindowCache` would store, in all layers."""
+    windows = [window for window in info.windows if window]
+    return len(windows) * max(0, slots - window_slots(max(windows), nodes)) if windows else 0
 
 
 def _both(one: AttentionHook | None, other: AttentionHook | None) -> AttentionHook | None:

@@ -19,6 +19,8 @@ from longtrain.settings import wrong
 _MASK64 = (1 << 64) - 1
 _UNIT = 1 << 40
 """Weights are multiples of 1/2^40 of the largest: integer sums are exact in any order, so in any batch."""
+_BLOCK = 512
+"""Tokens of a block in `HashRng.draw`, whose running sums over a whole vocabulary would take the longest."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,15 @@ class HashRng:
     """
 
     def __init__(self, seed: int, sequence_ids_B: Tensor) -> None:
-        self._state_B = _mix(sequence_ids_B.to(torch.int64) + _signed(_mix_int(seed)))
+        self.state_B = _mix(sequence_ids_B.to(torch.int64) + _signed(_mix_int(seed)))
 
     def assign(self, other: HashRng) -> None:
         """Copy the state of `other`, in place."""
-        self._state_B.copy_(other._state_B)
+        self.state_B.copy_(other.state_B)
 
     def uniform(self, pos_B: Tensor, role: str) -> Tensor:
         """Uniform random numbers in [0, 1) in steps of 2^-53, fp64_B."""
-        bits_B = _mix(_mix(self._state_B + pos_B) ^ _role_key(role))
+        bits_B = _mix(_mix(self.state_B + pos_B) ^ _role_key(role))
         return _shift(bits_B, 11).double() * 2.0**-53
 
     def below(self, prob_B: Tensor, pos_B: Tensor, role: str) -> Tensor:
@@ -124,12 +126,22 @@ class HashRng:
         """By inverse CDF over exact integer sums: an index of zero weight is never returned.
 
         Weights below 2^-40 of a sequence's largest count as zero; without any weight the index is V-1.
+        The sums are those of blocks first, and then of one block's tokens.
         """
-        total_BV = _counts(weight_BV).cumsum(-1)
+        count_BV = _counts(weight_BV)
+        V = count_BV.shape[-1]
+        whole = V // _BLOCK
+        blocks_BKT = count_BV[:, : whole * _BLOCK].unflatten(-1, (whole, _BLOCK))
+        rest_B1 = count_BV[:, whole * _BLOCK :].sum(-1, keepdim=True)
+        total_BK = torch.cat((blocks_BKT.sum(-1), rest_B1), -1).cumsum(-1)
         # uniform < 1, so the product stays below the total: one ulp less outweighs rounding by half an ulp.
-        point_B = (self.uniform(pos_B, role) * total_BV[:, -1].double()).long()
-        index_B = torch.searchsorted(total_BV, point_B[:, None], right=True)[:, 0]
-        return index_B.clamp_(max=weight_BV.shape[-1] - 1)
+        point_B1 = (self.uniform(pos_B, role) * total_BK[:, -1].double()).long()[:, None]
+        block_B1 = torch.searchsorted(total_BK, point_B1, right=True).clamp_(max=whole)
+        point_B1 -= total_BK.gather(-1, (block_B1 - 1).clamp(min=0)) * (block_B1 > 0)
+        token_BT = block_B1 * _BLOCK + torch.arange(_BLOCK, device=pos_B.device)
+        inside_BT = count_BV.gather(-1, token_BT.clamp(max=V - 1)).cumsum(-1)
+        index_B1 = block_B1 * _BLOCK + torch.searchsorted(inside_BT, point_B1, right=True)
+        return index_B1[:, 0].clamp_(max=V - 1)
 
 
 class MinNewTokens:
@@ -173,9 +185,8 @@ class MinNewTokens:
 
 def _counts(weight: Tensor) -> Tensor:
     """Weights as multiples of 2^-40 of the largest in each distribution, rounded down, int64."""
-    weight = weight.double()
-    top = weight.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (weight / top * _UNIT).long()
+    top = weight.amax(-1, keepdim=True).double().clamp(min=torch.finfo(torch.float64).tiny)
+    return (weight / (top / _UNIT)).long()
 
 
 def _signed(value: int) -> int:

@@ -6,8 +6,9 @@ eviction module will have to preserve.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -26,8 +27,10 @@ from longtrain.progress import Progress
 from longtrain.settings import wrong
 
 if TYPE_CHECKING:
-    from longtrain.data.chat.asked import Asking, Unanswered
-    from longtrain.jobs.answering.batches import AnswerBatches, Write
+    from longtrain.config.job_keys import AnswersKeys
+    from longtrain.data.chat.asked import Asking, Unanswered, WeightedQuestions
+    from longtrain.jobs.answering.batches import AnswerBatches
+    from longtrain.jobs.answering.places import Places
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -39,6 +42,8 @@ LEFT_OUT = {
     "twice": "asked already",
     "bad": "that cannot be read",
 }
+CACHE_SHARE = 0.7
+"""Share of the free memory for KV entries without `batch_tokens`; prefills and logits take the rest."""
 STOPPED = "stopped as asked; finished answers are kept, and the same command goes on"
 
 
@@ -99,11 +104,39 @@ def check(cfg: RunConfig) -> None:
     _ = cfg.data, cfg.decode
     cfg.target.required_path()
     cfg.answers.part()
-    low, high = cfg.answers.document_tokens
-    if low > high:
-        raise wrong("document_tokens", [low, high], "[SHORTEST, LONGEST] with SHORTEST <= LONGEST")
-    if not cfg.answers.ask.get("text"):
-        raise wrong("ask", dict(cfg.answers.ask), "questions for the kind `text` at least")
+    keys = cfg.answers
+    bounds = (("document_tokens", "SHORTEST", "LONGEST"), ("turns", "FEWEST", "MOST"))
+    for name, least, most in bounds:
+        low, high = getattr(keys, name)
+        if low > high:
+            raise wrong(name, [low, high], f"[{least}, {most}] with {least} <= {most}")
+    forms = sorted({form for asked in _forms(keys).values() for form in asked})
+    for form in keys.ask_weights or {}:
+        if form not in forms:
+            raise wrong("ask_weights", form, f"forms of questions: {', '.join(forms)}")
+    if not _forms(keys).get("text"):
+        raise wrong("ask", {"text": []}, "questions for the kind `text` at least")
+    if not _questions(keys).get("text"):
+        raise wrong("ask_weights", dict(keys.ask_weights or {}), "a weight above 0 for a form of `ask.text`")
+
+
+def _forms(keys: AnswersKeys) -> dict[str, dict[str, list[str]]]:
+    """Text kind -> form of question -> questions; the form of a question without one is the question."""
+    made: dict[str, dict[str, list[str]]] = {}
+    for kind, items in keys.ask.items():
+        forms = made[kind] = {}
+        for item in items:
+            for form, texts in ({item: (item,)} if isinstance(item, str) else item).items():
+                forms.setdefault(form, []).extend(texts)
+    return made
+
+
+def _questions(keys: AnswersKeys) -> dict[str, WeightedQuestions]:
+    """Text kind -> its questions with their weights; kinds without any are left out."""
+    from longtrain.data.chat.asked import WeightedQuestions
+
+    made = {kind: WeightedQuestions.of(forms, keys.ask_weights or {}) for kind, forms in _forms(keys).items()}
+    return {kind: questions for kind, questions in made.items() if questions.texts}
 
 
 def _work(
@@ -111,6 +144,8 @@ def _work(
 ) -> bool:
     """Answer one part of the prompts; returns False if it was stopped before the last."""
     from longtrain.data.chat.asked import Asking
+    from longtrain.data.chat.mask import render_next
+    from longtrain.jobs.answering.ahead import Ahead
     from longtrain.jobs.answering.batches import AnswerBatches
     from longtrain.jobs.answering.files import AnswerFiles
 
@@ -133,22 +168,37 @@ def _work(
         "answer_tokens": most,
         **asdict(cfg.sampling),
     }
-    asking = Asking(cfg.data, tokenizer, room, keys.document_tokens, keys.ask, settings, keys.shards)
+    closing = threading.Event()
+    asking = Asking(
+        cfg.data,
+        tokenizer,
+        room,
+        keys.document_tokens,
+        _questions(keys),
+        settings,
+        keys.shards,
+        keys.turns,
+        most,
+        stopping=lambda: closing.is_set() or stopping(),
+    )
     files = AnswerFiles(cfg.run_dir / "answers", settings, part=(number, keys.shards))
     answers = AnswerBatches(
         files,
-        _writer(cfg, target),
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        partial(_places, cfg, target),
+        text=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        render=lambda messages, before, name: render_next(tokenizer, messages, before, name=name),
+        ends=frozenset(target.info.eos_ids),
         answer_tokens=most,
         batch=keys.batch,
-        batch_tokens=keys.batch_tokens,
         advance=advance,
     )
     before = len(files.done)
     if before:
         log.info("answers done before=%d", before)
     try:
-        whole = answers.run(_part_of(asking.prompts(), number, keys.shards, keys.prompts), stopping)
+        part = _part_of(asking.prompts(), number, keys.shards, keys.prompts)
+        with Ahead(part, 2 * keys.batch, closing) as prompts:
+            whole = answers.run(prompts, stopping)
     finally:
         files.close()
     if whole and not asking.counts["prompts"]:
@@ -171,22 +221,38 @@ def _part_of(
     return (one for one in islice(prompts, most) if int(one.key[-8:], 16) % shards == number)
 
 
-def _writer(cfg: RunConfig, target: Target) -> Write:
-    """Return a function that decodes plainly with the engine, from CUDA graphs on a GPU."""
-    from longtrain.decoding.engine import PLAIN, Engine
-    from longtrain.decoding.limits import Limits
+def _places(cfg: RunConfig, target: Target, most: int, slots: int) -> Places:
+    """Make places for `slots` tokens each: at most so many, as `batch_tokens` or the free memory allow.
 
-    engine, sampling = Engine(target, limits=Limits(batch=cfg.answers.batch)), cfg.sampling
+    Raises:
+        NoRoomError: not even one fits.
+    """
+    import torch
 
-    def write(
-        prompts: Sequence[Sequence[int]], tokens: int, sequence_ids: Sequence[int]
-    ) -> tuple[list[list[int]], list[bool]]:
-        made = engine.generate(
-            prompts, max_new_tokens=tokens, sampling=sampling, shape=PLAIN, sequence_ids=sequence_ids
-        )
-        return made.tokens, [reason == "stop_id" for reason in made.finish]
+    from longtrain.cache.arena import rounded_slots
+    from longtrain.cache.room import GIB, free_bytes
+    from longtrain.jobs.answering.places import Places
 
-    return write
+    info, slots = target.info, rounded_slots(slots)
+    each = 2 * info.n_layers * info.n_kv_heads * info.head_dim * target.dtype.itemsize * slots
+    tokens, free = cfg.answers.batch_tokens, None
+    if tokens is not None:
+        fit = tokens // slots
+    else:
+        if target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        free = free_bytes(target.device)
+        fit = most if free is None else int(CACHE_SHARE * free) // each
+    n = max(1, min(most, fit))
+    log.info(
+        "places=%d (batch=%d) of tokens=%d, KV entries=%.1f GiB%s",
+        n,
+        cfg.answers.batch,
+        slots,
+        n * each / GIB,
+        "" if free is None else f" of {free / GIB:.1f} GiB free",
+    )
+    return Places(target, n, slots, cfg.sampling)
 
 
 def _report_parts(folder: Path, shards: int) -> None:
@@ -204,7 +270,7 @@ def _report_parts(folder: Path, shards: int) -> None:
 
 
 def _report(answers: AnswerBatches, asking: Asking, *, folder: Path) -> None:
-    """Log what was written and left out."""
+    """Log what was written and left out, and where the time went."""
     log.info(
         "answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f; %d cut at decode.max_new_tokens, %d blank and "
         "left out; %s; folder=%s",
@@ -217,6 +283,7 @@ def _report(answers: AnswerBatches, asking: Asking, *, folder: Path) -> None:
         _left_out(asking.counts),
         folder,
     )
+    log.info("%s", answers.times())
 
 
 def _left_out(counts: Counter[str]) -> str:

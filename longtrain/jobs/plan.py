@@ -12,6 +12,7 @@ from longtrain import files, provenance
 from longtrain.costs import decoding, elastic, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB
+from longtrain.costs.model import window_slots
 from longtrain.errors import ConfigError
 from longtrain.jobs.planning import advice as plan_advice
 from longtrain.jobs.planning import training as plan_training
@@ -83,12 +84,13 @@ def facts(plan: RunPlan) -> list[str]:
     shape = "" if config_file(plan.info.name) else " (by target.shape: no config.json of it is here)"
     given = plan.cfg.target.shape
     name = plan.info.name or (given if isinstance(given, str) else "of the given shape")
-    windows = [window for window in plan.info.windows if window]
     near = []
-    if windows:
+    if windows := [window for window in plan.info.windows if window]:
+        slots, layers, most = window_slots(max(windows)), plan.info.n_layers, plan.info.max_positions
+        held = most * layers - len(windows) * max(0, most - slots)
         near.append(
             f"windows   {len(windows)} of {plan.info.n_layers} layers see the last {max(windows)} tokens; "
-            "the plain cache holds, and this plan counts, all their entries"
+            f"they store {slots} entries, and all layers then {kv / layers * held / GIB:.3g} GiB"
         )
     return [
         f"target    {name}: {billions:.3g} B weights, {plan.weight_bytes / GIB:.3g} GiB{shape}",
@@ -128,7 +130,7 @@ def _decoding(plan: RunPlan) -> list[str]:
             f"contexts={cfg.values['contexts']}; allowed: 1 to the target's {plan.info.max_positions} "
             "positions"
         )
-    served = Served(plan.size, gpu, batch, plan.itemsize, plan.weight_bytes)
+    served = Served(plan.size, gpu, batch, plan.itemsize, plan.weight_bytes, plan.info.windows)
     rows = [decoding.plain(served, context) for context in within]
     lines = [
         f"Decoding {batch} sequence{'s' if batch > 1 else ''} on one {gpu.name} of "

@@ -24,6 +24,7 @@ class Teacher:
         far_RS: bool, the entries outside of what is always read (sinks and window); each query has some.
         mean: average over a KV head's query heads instead of their maximum.
         by_mass: leave the sum of the far attention below 1; False: normalise it to 1.
+        scale: softmax scale; None: D ** -0.5.
     """
 
     q_LHRD: Mapping[int, Tensor]
@@ -32,6 +33,7 @@ class Teacher:
     far_RS: Tensor
     mean: bool = False
     by_mass: bool = False
+    scale: float | None = None
 
     @torch.no_grad()
     def layer(self, layer: int) -> Tensor:
@@ -42,7 +44,8 @@ class Teacher:
         # query heads of a KV head as further queries: [G, H / G * R, S], then [G, H / G, R, S]
         score = (q_HRD.reshape(G, H // G * R, D) @ k_GSD.transpose(1, 2)).view(G, H // G, R, S)
         seen_RS = torch.arange(S, device=score.device) <= self.at_R[:, None]
-        weight = (score.to(wide) * D**-0.5).masked_fill(~seen_RS, -torch.inf).softmax(-1)
+        scale = D**-0.5 if self.scale is None else self.scale
+        weight = (score.to(wide) * scale).masked_fill(~seen_RS, -torch.inf).softmax(-1)
         mass_GRS = (weight.mean(1) if self.mean else weight.amax(1)).masked_fill(~self.far_RS, 0.0)
         if self.by_mass:
             return mass_GRS
@@ -64,7 +67,7 @@ class Teacher:
                 total = mass_GRS.new_zeros(n_sets, *mass_GRS.shape[1:])
             total.index_add_(0, table_LG[layer], mass_GRS)
         assert total is not None
-        members_X = torch.bincount(table_LG.flatten(), minlength=n_sets)
+        members_X = torch.bincount(table_LG[[*self.q_LHRD]].flatten(), minlength=n_sets)
         return total / members_X.clamp(min=1)[:, None, None], members_X
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def repeat_labels(
     lengths, device = tuple(map(len, contexts)), target.device
     longest = max(lengths)
     tokens_BS, n_B = pad(contexts, device)
-    cache = target.new_cache(len(contexts), longest, policy.extra_tokens(longest))
+    cache = target.plain_cache(len(contexts), longest, policy.extra_tokens(longest))
     pos_BS = torch.arange(longest, device=device).expand_as(tokens_BS)
     target.forward(TokenBatch(pos_BS, tokens_BS, n_B=n_B), cache, outputs=OutputRequest("none"), hook=hook)
     cache.commit(None, n_B)

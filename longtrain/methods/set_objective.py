@@ -65,7 +65,8 @@ class ReadRow:
 class SetObjective(Objective):
     """KL from the target's attention to a module's weights, over sampled queries, sets and KV heads.
 
-    The teacher of a set is the mean over the layers' KV heads that read it: the target's attention of the
+    The teacher of a set is the mean over the layers' KV heads that read it (of layers that see the whole
+    text): the target's attention of the
     query, without the entries that are always read, the maximum (or mean) over a KV head's query heads.
     The student's scores are those that select, over the same entries. A query counts as much as the attention
     that its teacher has, or with `by_mass=False` all alike. A document's loss is the mean over its queries
@@ -150,7 +151,8 @@ class SetObjective(Objective):
         at_R = at_R.to(batch.ids_T.device, non_blocking=True)
 
         def hook(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-            row.q_LHRD[layer], row.k_LGTD[layer] = q_BHTD[0][:, at_R], k_BGTD[0]
+            if layer in self.target.info.full_layers:
+                row.q_LHRD[layer], row.k_LGTD[layer] = q_BHTD[0][:, at_R], k_BGTD[0]
 
         pos_T = packed_sequences.positions(batch.bounds).to(batch.ids_T.device, non_blocking=True)
         outputs = OutputRequest("none", hidden=self.hidden)
@@ -183,6 +185,7 @@ class SetObjective(Objective):
             far_RS,
             mean=config.pool == "mean",
             by_mass=config.by_mass,
+            scale=self.target.scaling(0),
         )
         mass_XRS, members_X = teacher.sets(module.table_LG, module.n_sets)
         q_RHD = self.queries(row, one.start + at_R, drawn)

@@ -42,10 +42,13 @@ def named_cache(cache: Named, target: Target) -> NewCache:
 
     Raises:
         ConfigError: no such cache or option, or a value that is not allowed.
+        TargetMismatchError: an elastic cache of a target with windows, or a target whose layers all have one.
     """
     from longtrain.cache.named import cache_maker
 
     info = target.info
+    if cache.name == "elastic" or not info.full_layers:
+        info.require_full_layers(f"cache={cache.name}")
     return cache_maker(
         cache.name,
         cache.options,
@@ -53,6 +56,7 @@ def named_cache(cache: Named, target: Target) -> NewCache:
         n_heads=info.n_heads,
         n_kv_heads=info.n_kv_heads,
         head_dim=info.head_dim,
+        windows=info.windows,
         device=target.device,
         dtype=target.dtype,
     )

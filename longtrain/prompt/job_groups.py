@@ -8,7 +8,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prepare": ("target", "data"),
     "answers": ("target", "data", "decode"),
     "train": _TRAINED,
-    "export": ("target", "method"),
+    "export": ("target", "method", "features"),
     "eval": (*_DECODED, "suite"),
     "generate": _DECODED,
     "serve": _DECODED,

@@ -29,8 +29,6 @@ CHUNK = 2048
 """Tokens whose activations exist at once, if those of a whole packed sequence do not fit."""
 SEQUENCES = "accumulate_grad_batches"
 """Key of `trainer`: packed sequences of a rank in a step."""
-MLP_COPIES = 3
-"""Activations of one layer in a prefill, in multiples of the MLP's inner states."""
 CACHE_COPIES = 2
 """Room for a batch's KV cache, in multiples of its size: the cache, and a copy made during prefill."""
 
@@ -47,7 +45,7 @@ def fit_memory(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> li
         A line that reports the changes and the free memory, if anything was changed.
     """
     run = RunConfig.from_hydra(cfg)
-    if set(jobs).isdisjoint(("prepare", "answers", "train", "eval")) or not run.target.path:
+    if set(jobs).isdisjoint(("prepare", "train", "eval")) or not run.target.path:
         return []
     plan = RunPlan(run)
     try:
@@ -225,7 +223,7 @@ def _fit_batches(
     tied: bool,
     device: torch.device,
 ) -> list[str]:
-    """Lower the number of prompts decoded together, in evaluations and in generating answers for training."""
+    """Lower the number of prompts decoded together, in evaluations and where `prepare` writes answers."""
     itemsize = ITEMSIZE.get(str(cfg.target.dtype), 2 if device.type == "cuda" else 4)
     weights = target_parameters(size, tied=tied) * itemsize
     room = free / (1 + SPARE) - weights - (CONTEXT if device.type == "cuda" else 0)
@@ -237,14 +235,6 @@ def _fit_batches(
     if writes and asked and int(asked) > tokens and not typed("data.answer_batch_tokens", words):
         data.answer_batch_tokens = tokens
         changes.append(f"data.answer_batch_tokens {tokens} (was {asked})")
-    asked = cfg.get("batch_tokens") if "answers" in jobs else None
-    if asked and not typed("batch_tokens", words):
-        each = CACHE_COPIES * kv_bytes_per_token(size, itemsize=itemsize)
-        # a prefill reads the whole batch in one forward
-        each += MLP_COPIES * size.intermediate_size * itemsize
-        if int(asked) > (most := max(1, int(room / each))):
-            cfg.batch_tokens = most
-            changes.append(f"batch_tokens {most} (was {asked})")
     longest = _longest(suite)
     batch = suite.get("batch")
     if "eval" in jobs and longest and isinstance(batch, int) and not typed("suite.batch", words):

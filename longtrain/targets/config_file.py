@@ -7,7 +7,10 @@ from typing import Any
 
 from longtrain.errors import ArtifactError, refusal
 from longtrain.files import impossible_number, read_json
+from longtrain.log import get_logger
 from longtrain.targets.families import refuse_missing
+
+log = get_logger(__name__)
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
@@ -77,6 +80,8 @@ def read_object(file: Path, advice: str = "get the folder again") -> dict[str, A
 def eos_ids_of(config: Any, folder: Path | None) -> tuple[int, ...]:
     """Return the end-of-sequence ids: the generation config's, which chat models extend, else the config's.
 
+    Ids beyond the vocabulary, which some configs name, are left out: the model cannot generate them.
+
     Raises:
         ArtifactError: the generation config cannot be read, or they are no ids.
     """
@@ -89,4 +94,7 @@ def eos_ids_of(config: Any, folder: Path | None) -> tuple[int, ...]:
     if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
         where = file or "the config"
         raise ArtifactError(f"{where} has eos_token_id={eos!r}; allowed: a token id, or a list of them")
-    return ids
+    known = tuple(one for one in ids if one < config.vocab_size)
+    if known != ids:
+        log.warning("end_ids_left_out=%s vocab_size=%d", sorted({*ids} - {*known}), config.vocab_size)
+    return known

@@ -296,6 +296,12 @@ def _reason(config: Any) -> str:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None):
             return f"softcaps its logits ({key}={getattr(config, key)})"
+    text = getattr(getattr(config, "text_config", None), "model_type", None)
+    if text in FAMILIES:
+        return (
+            f"reads more than text; allowed is its text model alone ({text}), in a folder whose config.json "
+            "is this one's text_config"
+        )
     if config.model_type not in FAMILIES:
         return "is of a family that is not supported"
     kinds = getattr(config, "layer_types", None) or ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from longtrain.cache import layered
 from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
@@ -33,6 +34,7 @@ from longtrain.targets.weights import rebuild_buffers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from longtrain.cache.layered import LayeredCache
     from longtrain.targets.info import TargetInfo
 
 
@@ -245,26 +247,23 @@ class Target(nn.Module):
         if self.shards is not None:
             self.shards.join_ranks()
 
-    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
-        """Return an empty cache of this target's shape.
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache | LayeredCache:
+        """Return an empty cache of this target's shape; layers with a window store its entries only.
 
         Args:
             batch: number of sequences.
             max_tokens: most committed positions of each.
             max_nodes: most tokens of a decoding step.
         """
-        info = self.info
-        return DenseCache(
-            n_layers=info.n_layers,
-            n_kv_heads=info.n_kv_heads,
-            head_dim=info.head_dim,
-            batch=batch,
-            max_tokens=max_tokens,
-            max_nodes=max_nodes,
-            device=self.device,
-            dtype=self.dtype,
-            windows=info.windows,
-        )
+        return layered.new_cache(**self._cache_sizes(batch=batch, max_tokens=max_tokens, max_nodes=max_nodes))
+
+    def plain_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
+        """As `new_cache`, but all layers store the whole text, as eviction and selection need."""
+        return DenseCache(**self._cache_sizes(batch=batch, max_tokens=max_tokens, max_nodes=max_nodes))
+
+    def _cache_sizes(self, **sizes: int) -> dict[str, Any]:
+        shape = {key: getattr(self.info, key) for key in ("n_layers", "n_kv_heads", "head_dim", "windows")}
+        return {**shape, "device": self.device, "dtype": self.dtype, **sizes}
 
     def forward(
         self,

@@ -6,7 +6,7 @@ Shapes: T positions, D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from longtrain.errors import TargetMismatchError, refusal
 from longtrain.kernels.fused_layer import Angles, rotary
 from longtrain.targets.info import ROPE_TYPES
 
+if TYPE_CHECKING:
+    from longtrain.targets.model import Target
+
 
 def both_halves(module: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin for both halves of a head, from a rotary module that may give one (gpt-oss)."""
@@ -24,6 +27,15 @@ def both_halves(module: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     if frequency_F is None or cos.shape[-1] != len(frequency_F):
         return cos, sin
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def layer_rope(target: Target, layer: int, pos_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [B, T, R] of a layer's rotary embedding (see `Target.rope`, of full layers)."""
+    module = target.model.model.rotary_emb
+    if not hasattr(module, "layer_types"):  # one table for all layers
+        return target.rope(pos_BT, dtype=dtype)
+    like = torch.empty(0, device=pos_BT.device, dtype=dtype)
+    return both_halves(module, *module(like, pos_BT, target.model.config.layer_types[layer]))
 
 
 class Rotary:

@@ -19,6 +19,7 @@ from longtrain.errors import DataError
 from longtrain.methods.spec import Loss, Objective
 from longtrain.training.optim import Optim
 from longtrain.training.pooling import Number, Pool
+from longtrain.training.ranks import fix_buckets
 from longtrain.training.zero import RowPrecision, engine_of
 
 
@@ -143,6 +144,7 @@ class TrainModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Restore the checkpoint: Lightning calls this on every rank once its strategy is set up."""
+        fix_buckets(self.trainer)
         if self.resume is not None:
             self.resume()
 

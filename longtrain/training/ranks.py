@@ -190,6 +190,20 @@ def told_when_lost(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def fix_buckets(trainer: Any) -> None:
+    """Give DDP the bucket layout of the whole run before its first step; does nothing for other strategies.
+
+    DDP arranges gradients in buckets anew after its first step, in the order in which they arrived. More than
+    two ranks add a number up in an order that depends on its place in the bucket, so a run that resumes
+    would differ from an unbroken one in the last bit of its first step. The buckets follow the order of the
+    parameters, so the first is full last; gradients of chunked sums arrive at once, where no order is better.
+    """
+    model = trainer.strategy.model
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()
+
+
 def leave(trainer: Any) -> None:
     """Destroy the process group, once all ranks have reached this.
 

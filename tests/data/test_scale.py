@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from longtrain.data.chat import mask as masks
+from longtrain.data.chat.bounded import MEMORY
 from longtrain.data.packing.prepare import prepare
 from longtrain.data.read import encoder as encoder_module
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.encoder import PARALLEL_CHARS, Encoder, encode, usual_workers
 from longtrain.data.read.kept import KeptText
 from longtrain.errors import DataError
+from tests.data.conftest import TEMPLATE
 from tests.data.test_preparation import config
 
 MEGABYTE = 2**20
@@ -67,7 +71,7 @@ def write_corpus(folder, megabytes):
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
 def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
     write_corpus(tmp_path / "little", 4)
-    write_corpus(tmp_path / "much", 64)
+    write_corpus(tmp_path / "much", 40)
     done = subprocess.run(
         [sys.executable, "-c", PREPARE, str(words_folder), str(tmp_path)],
         capture_output=True,
@@ -77,8 +81,8 @@ def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (few, before), (many, after) = ([int(one) for one in line.split()] for line in done.stdout.splitlines())
-    assert few == 4 * (MEGABYTE // 56) and many == 16 * few
-    assert after - before < 12, (before, after)  # MB; the text is 64 MB
+    assert few == 4 * (MEGABYTE // 56) and many == 10 * few
+    assert after - before < 12, (before, after)  # MB; the text is 40 MB
 
 
 def test_several_processes_give_the_data_of_one(tokenizer, tmp_path):
@@ -102,6 +106,91 @@ def test_several_processes_give_the_data_of_one(tokenizer, tmp_path):
         prepare(again, tokenizer, home=tmp_path / "2") == several
     )  # the number of processes changes nothing
     assert (several / "manifest.json").stat().st_mtime_ns == before
+
+
+def conversations(path, n=230):
+    """Rows of which some end without an answer, have a blank one, or are longer than the limit."""
+    rows = []
+    for number in range(n):
+        chat = [
+            {"role": role, "content": f"{role} {turn} of {number}, é" * (1 + 9 * (number % 50 == 7))}
+            for turn in range(1 + number % 3)
+            for role in ("user", "assistant")
+        ]
+        if number % 40 == 3:
+            chat[-1]["content"] = " "
+        rows.append({"messages": chat[: len(chat) - (number % 40 == 5)]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+CHATS = [
+    {"mask": "template", "max_doc_tokens": 200, "long_documents": "truncate"},
+    {"labels": "last_answer", "mask": "prefix", "question": "response", "max_doc_tokens": 200}
+    | {"answer_tokens": 40, "long_documents": "truncate"},
+]
+
+
+@pytest.mark.parametrize("values", CHATS)
+def test_conversations_are_the_same_from_processes_which_render_them(
+    tokenizer, tmp_path, values, monkeypatch
+):
+    rows, texts = conversations(tmp_path / "rows.jsonl"), tmp_path / "text.txt"
+    texts.write_text("Some text.")
+    sources = [{"conversations": rows}, {"text": str(texts)}]
+    manifests = []
+    for workers in (0, 1):
+        made = config(*sources, tokenise_workers=workers, min_doc_tokens=4, **values)
+        folder = prepare(made, tokenizer, home=tmp_path / str(workers))
+        manifests.append(json.loads((folder / "manifest.json").read_text()))
+        for name in ("render", "render_prompt"):  # the processes have their own
+            monkeypatch.setattr(masks, name, None)
+    assert manifests[0]["sha256"] == manifests[1]["sha256"]
+    assert manifests[0]["read"] == manifests[1]["read"] and manifests[0]["read"]["kept"] > 200
+
+
+def test_what_fails_in_a_process_is_told_as_without(tokenizer, tmp_path):
+    tokenizer.chat_template = TEMPLATE.replace(
+        "<|user|>", "{% if '11,' in m['content'] %}{{ raise_exception('no 11') }}{% endif %}<|user|>"
+    )
+    rows = conversations(tmp_path / "rows.jsonl", 30)
+    errors, skipped = [], []
+    for workers in (0, 1):
+        home = tmp_path / str(workers)
+        with pytest.raises(DataError, match="no 11") as error:
+            prepare(config({"conversations": rows}, tokenise_workers=workers), tokenizer, home=home)
+        errors.append(str(error.value))
+        made = config({"conversations": rows}, tokenise_workers=workers, on_error="skip", min_doc_tokens=4)
+        skipped.append(json.loads((prepare(made, tokenizer, home=home) / "manifest.json").read_text()))
+    assert errors[0] == errors[1] and "rows.jsonl" in errors[0]
+    assert skipped[0]["sha256"] == skipped[1]["sha256"] and skipped[1]["read"]["bad"] == 1
+
+
+def limits(tokenizer, document):
+    masks.apply_template(tokenizer, document.messages, name="x", tokenize=False)
+    return masks._renderer[1].memory, masks._renderer[1]._child
+
+
+def test_processes_share_the_memory_of_templates_and_end_theirs(tokenizer):
+    chat = Document("a", "chat", messages=({"role": "user", "content": "hi"},))
+    with Encoder(tokenizer, workers=2) as encoder:
+        [(_, made)] = encoder.batches([[chat]], limits)
+        ((memory, child),) = made
+        assert memory == MEMORY // 2
+    until = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_few_conversations_start_no_process(monkeypatch, tokenizer, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr(encoder_module, "_Pool", None)
+    rows = conversations(tmp_path / "rows.jsonl", 30)
+    prepare(config({"conversations": rows}, min_doc_tokens=4), tokenizer, home=tmp_path)
+    monkeypatch.setattr(encoder_module, "PARALLEL_CHARS", 1000)
+    with pytest.raises(TypeError):
+        prepare(config({"conversations": rows}, min_doc_tokens=5), tokenizer, home=tmp_path)
 
 
 def test_a_bounded_number_of_batches_is_read_ahead(tokenizer):
@@ -157,9 +246,9 @@ class Processes:
         self.tokenizer = tokenizer
         return self
 
-    def submit(self, texts):
+    def submit(self, documents, chat):
         done = Future()
-        done.set_result(encode(self.tokenizer, texts))
+        done.set_result(encode(self.tokenizer, [one.text for one in documents]))
         return done
 
     def close(self):
@@ -229,7 +318,7 @@ class Gated:
 def test_processes_start_beside_each_other(tmp_path):
     """Nobody waits until a process has its tokenizer before the next one is started."""
     pool = encoder_module._Pool(Gated(Gate(tmp_path / "open")), 2)
-    coming = [pool.submit([text]) for text in "ab"]
+    coming = [pool.submit([Document(text, "text", text=text)]) for text in "ab"]
     (tmp_path / "open").touch()
     assert [one.result(timeout=120)[0].tolist() for one in coming] == [[7], [7]]
     pool.close()
@@ -243,7 +332,7 @@ def test_the_cores_are_shared(monkeypatch):
 PARENT = """
 import os, sys, time
 from transformers import AutoTokenizer
-from longtrain.data.read.encoder import Encoder, _encode
+from longtrain.data.read.encoder import Encoder
 from longtrain.data.read.adapters import Document
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
     for rate in (0.0, 0.1, 0.3, 0.5):
         for planned in (128, 1024):
             costs = Costs()
-            for call in range(4):
+            for call in range(3):
                 control = Control(SHAPES, costs, planned=planned, restarts=restarts)
                 machine = Machine(control, draft_s, verify_s, call, heard_s, restart_s)
                 while machine.tokens < planned:
@@ -318,11 +318,11 @@ def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noq
 def test_a_draft_with_a_ring_of_its_own(sampling, tapes, clock):  # noqa: F811
     """Its ring grows with the shapes: graphs over a smaller one are never replayed."""
     target = micro()
-    plain = Engine(target, capture=False).generate(THREE, max_new_tokens=60, sampling=sampling)
+    plain = Engine(target, capture=False).generate(THREE, max_new_tokens=30, sampling=sampling)
     engine = Engine(target, Parts(draft=noisy_longspec(target), name="longspec"), capture=True)
     small = TreeShape((2,))
     for shape in (small, ShapeChoice(((2,), (2, 2), (3, 4, 2))), small, ShapeChoice(((2,), (4, 8, 8)))):
-        out = engine.generate(THREE, max_new_tokens=60, sampling=sampling, shape=shape)
+        out = engine.generate(THREE, max_new_tokens=30, sampling=sampling, shape=shape)
         assert out.tokens == plain.tokens, shape
 
 
@@ -355,10 +355,10 @@ def test_quantspec_decodes_its_own_cache(clock):
     parts = attached("quantspec", target)
     undrafted = Engine(target, Parts(cache=parts.cache, name="quantspec"), capture=False)
     prompts = [[token % 61 for token in ONE[0] * 23], ONE[0][:1] * 140]
-    plain = undrafted.generate(prompts, max_new_tokens=200, ignore_eos=True)
+    plain = undrafted.generate(prompts, max_new_tokens=130, ignore_eos=True)
     for capture in (False, True):
         out = Engine(target, parts, capture=capture).generate(
-            prompts, max_new_tokens=200, shape=AUTO, ignore_eos=True
+            prompts, max_new_tokens=130, shape=AUTO, ignore_eos=True
         )
         assert out.tokens == plain.tokens and len(out.stats.shapes) > 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise, product
 
 import pytest
@@ -85,13 +86,19 @@ def test_an_equal_draft_is_always_accepted():
         assert out.stats.acceptance_rate > 0.999 and out.stats.by_depth()[2][0] == out.stats.by_depth()[2][1]
 
 
+@cache
+def law_of_three(target: ToyTarget, sampling: Sampling) -> torch.Tensor:
+    """Probabilities of all texts of three tokens."""
+    return torch.tensor([target.children([1, 2], list(t), sampling) for t in product(range(8), repeat=3)])
+
+
 def p_value(target: ToyTarget, drafter: Engine, shape: TreeShape, sampling: Sampling) -> float:
     """χ² of the first three tokens against the target's exact law, rare texts pooled."""
-    n = 12_000
+    n = 6_000
     out = drafter.generate([[1, 2]] * n, max_new_tokens=3, sampling=sampling, shape=shape)
     index = torch.tensor([(t[0] * 8 + t[1]) * 8 + t[2] for t in out.tokens])
     count = torch.bincount(index, minlength=512).double()
-    children = torch.tensor([target.children([1, 2], list(t), sampling) for t in product(range(8), repeat=3)])
+    children = law_of_three(target, sampling)
     assert count[children == 0].sum() == 0
     rare = children * n < 8
     observed = torch.cat((count[~rare], count[rare].sum()[None]))
@@ -114,8 +121,8 @@ def test_a_wrong_law_is_seen():
     """A beam that claims to be sampled, and draws without replacement that claim to be independent."""
     target, sampling = ToyTarget(8), Sampling(temperature=1.0, seed=11)
     liar = engine(target, children=ChildChoice.IID)
-    assert p_value(target, liar, TreeShape((1, 1)), sampling) < 1e-9
-    assert p_value(target, liar, TreeShape((3, 3), ChildChoice.NO_REPLACE), sampling) < 1e-9
+    assert p_value(target, liar, TreeShape((1, 1)), sampling) < 1e-6
+    assert p_value(target, liar, TreeShape((3, 3), ChildChoice.NO_REPLACE), sampling) < 1e-6
 
 
 def test_rows_end_on_their_own():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 import pytest
 import torch
 from scipy import stats
@@ -94,6 +97,21 @@ def test_draws_follow_the_weights_whatever_their_scale():
         assert counts[weight == 0].sum() == 0
         expected = (weight / weight.sum() * n).double()[weight > 0]
         assert stats.chisquare(counts[weight > 0], expected * counts.sum() / expected.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("width", [1, 511, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_draw_is_the_first_token_whose_running_sum_is_above_the_coin(width, dtype):
+    weight = (4 * torch.randn(40, width, dtype=dtype, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    weight[0, : width // 2] = 0
+    weight[1, (width + 1) // 2 :] = 0
+    weight[2] = 1e-38
+    rng, pos = HashRng(1, torch.arange(40)), torch.arange(40)
+    count = (weight.double() / weight.double().amax(-1, keepdim=True) * 2**40).long().tolist()
+    coins = rng.uniform(pos, "target").tolist()
+    sums = [list(itertools.accumulate(row)) for row in count]
+    expected = [bisect.bisect_right(row, int(coin * row[-1])) for row, coin in zip(sums, coins, strict=True)]
+    assert rng.draw(weight, pos, "target").tolist() == expected
 
 
 def test_the_ends_of_the_coin_never_reach_a_zero_weight():

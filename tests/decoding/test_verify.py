@@ -141,19 +141,27 @@ def distance(
     return float((probs_IX - true_IX).abs().sum(1).max() / 2)
 
 
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+SMALL = [
+    *[(ChildChoice.POINT, parents, 5, 8) for parents in (CHAIN, STAR, FORK, FULL, RAGGED)],
+    *[(ChildChoice.IID, parents, 5, 3) for parents in (CHAIN, STAR)],
+    (ChildChoice.IID, FORK, 4, 1),
+    *[(ChildChoice.NO_REPLACE, parents, 5, 3) for parents in (CHAIN, STAR)],
+    (ChildChoice.NO_REPLACE, FORK, 4, 2),
+]
+LARGE = {
+    (ChildChoice.IID, FULL, 3, 1): (SETTINGS[1], SETTINGS[4]),
+    (ChildChoice.IID, RAGGED, 3, 1): (SETTINGS[0], SETTINGS[3]),
+    (ChildChoice.NO_REPLACE, FULL, 3, 1): (SETTINGS[0], SETTINGS[4]),
+    (ChildChoice.NO_REPLACE, RAGGED, 4, 1): (SETTINGS[1], SETTINGS[3]),
+}
+"""Trees of many outcomes, with two of the settings each."""
+
+
 @pytest.mark.parametrize(
-    ("choice", "parents", "vocab", "instances"),
+    ("choice", "parents", "vocab", "instances", "sampling"),
     [
-        *[(ChildChoice.POINT, parents, 5, 20) for parents in (CHAIN, STAR, FORK, FULL, RAGGED)],
-        *[(ChildChoice.IID, parents, 5, 6) for parents in (CHAIN, STAR)],
-        (ChildChoice.IID, FORK, 4, 3),
-        (ChildChoice.IID, FULL, 3, 2),
-        (ChildChoice.IID, RAGGED, 3, 2),
-        *[(ChildChoice.NO_REPLACE, parents, 5, 6) for parents in (CHAIN, STAR)],
-        (ChildChoice.NO_REPLACE, FORK, 5, 3),
-        (ChildChoice.NO_REPLACE, FULL, 3, 3),
-        (ChildChoice.NO_REPLACE, RAGGED, 4, 2),
+        *[(*case, sampling) for case in SMALL for sampling in SETTINGS],
+        *[(*case, sampling) for case, some in LARGE.items() for sampling in some],
     ],
 )
 def test_law_of_the_text_is_the_targets(choice, parents, vocab, instances, sampling):
@@ -177,7 +185,7 @@ def resample_from_p(
 @pytest.mark.parametrize("sampling", SETTINGS[:3], ids=str)
 def test_wrong_rules_are_seen(sampling):
     """Top-k children with the p/q ratio; no-replacement draws scored with all of q; resampling from p."""
-    tables = Tables(30, 5, sampling)
+    tables = Tables(10, 5, sampling)
     assert distance(tables, STAR, ChildChoice.POINT, sampling, label=ChildChoice.IID) > 1e-3
     assert distance(tables, STAR, ChildChoice.NO_REPLACE, sampling, label=ChildChoice.IID) > 1e-3
     assert distance(tables, (-1, 0), ChildChoice.POINT, sampling, rule=resample_from_p) > 1e-3

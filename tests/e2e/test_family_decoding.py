@@ -10,7 +10,9 @@ import torch
 from longtrain import methods
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.errors import ConfigError
 from longtrain.evaluation.suites.acceptance import attention_mass
 from longtrain.features.target import keys_before_rope
 from longtrain.kernels.fused_layer import rotated
@@ -20,12 +22,14 @@ from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.methods.prompt_lookup.joined import with_lookup
 from longtrain.methods.rope import ModuleRope
 from longtrain.targets.info import draft_rope
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import OutputRequest
 from tests.families import FAMILIES, usual
 from tests.helpers import Recall, attached, noisy, token_ids
+from tests.targets import test_window_layers as windows
 
 SHAPES = {"chain": TreeShape((1, 1, 1)), "tree": TreeShape((2, 4, 3)), "auto": AUTO}
 PARTLY = [name for name, keys in FAMILIES.items() if "partial_rotary_factor" in keys]
@@ -59,8 +63,8 @@ def longspec(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_draft_is_the_plain_text(family):
-    model, prompts = target(family), token_ids(*range(3, 18))
-    how = {"max_new_tokens": 24, "ignore_eos": True}
+    model, prompts = target(family), token_ids(3, 7, 8, 12, 17)
+    how = {"max_new_tokens": 16, "ignore_eos": True}
     plain = Engine(model).generate(prompts, shape=PLAIN, **how).tokens
     accepted = {}
     for name, parts in drafts(model, plain).items():
@@ -71,6 +75,44 @@ def test_greedy_text_of_every_draft_is_the_plain_text(family):
             assert made.tokens == plain, (name, kind)
             accepted[name, kind] = made.stats.tau
     assert accepted["recall", "chain"] > 1.5 and accepted["prompt_lookup", "chain"] > 1.0
+
+
+TRAINED = {"longspec": {}, "eagle3": {"depths": 4, "draft_vocab_size": 40}, "dspark": {"mask_token": 5}}
+"""Method -> its settings; a LongSpec draft begins with the target's own queries."""
+WITHOUT_A_SOURCE = {"mistral", "ministral3", "phi3", "exaone4"}
+"""With windows in all layers, or full layers that know no positions: LongSpec refuses them."""
+
+
+def trained(name, model):
+    if name == "longspec":
+        return Parts(draft=longspec(model), name=name)
+    parts = attached(name, model, **TRAINED[name])
+    noisy(parts.draft.draft)
+    return parts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("family", [*FAMILIES, *(f"{name} with windows" for name in windows.FAMILIES)])
+def test_sixty_greedy_texts_of_a_draft_alone_and_with_look_up_are_the_plain_texts(family, name):
+    """Prompts of 3 to 42 tokens, every second of which repeats itself; windows are of 8 tokens."""
+    own = family.removesuffix(" with windows")
+    model = target(family) if own == family else windows.made(own)
+    prompts = token_ids(*(3 + 3 * (i % 7) for i in range(60)), least=2)
+    prompts = [prompt * (1 + i % 2) for i, prompt in enumerate(prompts)]
+    how = {"max_new_tokens": 12, "ignore_eos": True}
+    if own != family and name == "longspec" and own in WITHOUT_A_SOURCE:
+        with pytest.raises(ConfigError, match="allows none"):
+            trained(name, model)
+        return
+    limits, alone = Limits(batch=60), trained(name, model)
+    plain = Engine(model, limits=limits).generate(prompts, shape=PLAIN, **how).tokens
+    for parts in (alone, with_lookup(alone, "auto")):
+        for kind in ("chain",) if name == "dspark" else ("chain", "tree"):
+            made = Engine(model, parts, limits=limits).generate(prompts, shape=SHAPES[kind], **how)
+            assert made.tokens == plain, (parts.name, kind)
+    assert 1.0 < made.stats.tau < 4.0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

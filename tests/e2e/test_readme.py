@@ -10,7 +10,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-EVALUATED = ["lengths=[128]", "suite.prompts=1", "suite.bootstrap=10", "suite.speed_prompts=1"]
+EVALUATED = ["lengths=[128]", "suite.prompts=1", "suite.max_new_tokens=4", "suite.bootstrap=10"]
+TIMED = ["suite.speed_prompts=1"]
 SHORT = ["decode.max_new_tokens=4"]
 STEPS = ["trainer.max_steps=2"]
 HERE = [
@@ -19,7 +20,7 @@ HERE = [
 ]
 """In the place of a target, data and GPUs that are not on this machine."""
 SMALLER = {
-    "+recipe=quickstart": [*STEPS, *EVALUATED, *SHORT],
+    "+recipe=quickstart": [*STEPS, *EVALUATED, *TIMED, *SHORT],
     "generate +recipe=quickstart": SHORT,
     "demo": [],
     "prepare +recipe=longspec_llama8b_anchor": HERE,

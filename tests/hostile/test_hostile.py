@@ -2,6 +2,7 @@
 
 import pytest
 
+from . import __main__ as attacking
 from . import scenarios
 from .__main__ import WRONG, run, table
 from .attacks import ATTACKS
@@ -47,6 +48,7 @@ def test_the_count_can_fail(monkeypatch):
         with (folder / "a.jsonl").open("rb") as file:
             return file.read(1 << 20)  # a device has no end
 
+    monkeypatch.setattr(attacking, "SECONDS", 1)  # it waits for what never comes
     trusting = Victim(VICTIMS["answers"].make, read)
     monkeypatch.setitem(VICTIMS, "answers", trusting)
     outcomes = {case.outcome for case in run(["answers"], 60, seed=0)}

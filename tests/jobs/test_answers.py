@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+import threading
 from collections import Counter
 from contextlib import nullcontext
 
@@ -10,72 +11,119 @@ import numpy as np
 import pytest
 
 from longtrain import cli
-from longtrain.data.chat.asked import Asking, Unanswered
+from longtrain.data.chat.asked import Asking, Unanswered, WeightedQuestions
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
 from longtrain.data.read import encoder
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs import answers as job
+from longtrain.jobs.answering.ahead import Ahead
 from longtrain.jobs.answering.batches import AnswerBatches
 from longtrain.jobs.answering.files import AnswerFiles
+from longtrain.jobs.answering.places import PREFILL_SPEED, Places
 from longtrain.targets.loading import load_target
 
 SETTINGS = {"target": "fake", "seed": 0}
 END = 7
 
 
-def prompts(n=80, seed=0):
+def prompts(n=80, seed=0, more=()):
     rng = np.random.default_rng(seed)
     made = []
     for number in range(n):
         ids_T = rng.integers(10, 99, rng.integers(3, 60)).astype(np.int32)
         key = hashlib.sha256(f"{number}".encode()).hexdigest()
-        made.append(Unanswered(str(number), "chat", ({"role": "user", "content": f"q{number}"},), ids_T, key))
+        made.append(
+            Unanswered(
+                str(number),
+                "chat",
+                ({"role": "user", "content": f"q{number}"},),
+                ids_T,
+                key,
+                more,
+                4 * len(more),
+            )
+        )
     return made
 
 
 class Fake:
-    """Writes tokens that depend on the whole batch, as the rounding of a GPU's results does.
+    """Places that write tokens which depend on the sequence's id and tokens alone, a step late.
 
-    Answers have `least` to 100 tokens. Call number `stop` is interrupted.
+    Answers have `least` to 100 tokens. Step number `stop` is interrupted.
     """
 
     def __init__(self, stop=None, least=1):
-        self.least = least
-        self.stop, self.calls, self.sizes, self.tokens = stop, 0, [], []
+        self.least, self.interrupted = least, stop
+        self.steps = self.prefilled = self.fed = 0
+        self.prefill_s, self.taken, self.reads, self.held = 0.0, [], [], {}
 
-    def __call__(self, contexts, tokens, sequence_ids):
-        if self.calls == self.stop:
+    def make(self, n, slots):
+        self.n, self.slots, self.text, self.late = n, slots, {}, []
+        return self
+
+    @property
+    def busy(self):
+        return len(self.text)
+
+    def begin(self, places, prompts, ids, *, most):
+        assert not set(places) & set(self.text) and max(places) < self.n
+        assert max(map(len, prompts)) + most <= self.slots
+        self.reads.append([len(prompt) for prompt in prompts])
+        self.prefilled += sum(len(prompt) - 1 for prompt in prompts)
+        for place, prompt, one in zip(places, prompts, ids, strict=True):
+            self.held[place] = list(prompt[:-1])
+            self.go_on(place, len(prompt) - 1, prompt[-1:], one, most=most)
+
+    def go_on(self, place, cached, more, sequence_id, *, most):
+        assert place not in self.text and cached + len(more) + most <= self.slots
+        self.fed += len(more)
+        self.held[place] = [*self.held[place][:cached], *more]
+        rng = np.random.default_rng(
+            [*hashlib.sha256(json.dumps([self.held[place], sequence_id]).encode()).digest()]
+        )
+        at = int(rng.integers(self.least, 100))
+        self.text[place] = iter([*rng.integers(10, 99, at).tolist(), END, *[1] * 200])
+
+    def stop(self, place, *, kept=0):
+        self.text.pop(place, None)
+        self.held[place] = self.held[place][:kept]
+
+    def step(self):
+        if self.steps == self.interrupted:
             raise KeyboardInterrupt
-        self.calls += 1
-        self.sizes.append(len(contexts))
-        self.tokens.append(len(contexts) * (max(map(len, contexts)) + tokens))
-        batch = hashlib.sha256(json.dumps([contexts, sequence_ids]).encode()).digest()
-        news, ended = [], []
-        for context, one in zip(contexts, sequence_ids, strict=True):
-            rng = np.random.default_rng([*batch[:8], one % 2**32, len(context)])
-            new = rng.integers(10, 99, tokens).tolist()
-            at = int(rng.integers(self.least, 100))
-            over = at < tokens
-            news.append([*new[:at], END] if over else new)
-            ended.append(over)
-        return news, ended
+        self.steps += 1
+        self.taken.append(len(self.text))
+        arrived, self.late = self.late, [(place, text, next(text)) for place, text in self.text.items()]
+        for place, text, token in arrived:
+            if self.text.get(place) is text:
+                self.held[place].append(token)
+                yield place, token
+
+
+def render(messages, before, name):
+    """The earlier prompt, the answer's tokens, and 3 tokens of the next question."""
+    answer, question = messages[-2]["content"], messages[-1]["content"]
+    return [*before, *map(int, answer.split()), END, 5, len(question), 6]
 
 
 def answered(
-    folder, write, *, n=80, most=100, batch=8, batch_tokens=10**6, part=(0, 1), stopping=lambda: False
+    folder, write, *, n=80, most=100, batch=8, part=(0, 1), stopping=lambda: False, more=(), places=None
 ):
     files = AnswerFiles(folder, SETTINGS, part=part)
     made = AnswerBatches(
         files,
-        write,
+        write.make,
         lambda ids: " ".join(map(str, ids)),
+        render,
+        frozenset({END}),
         answer_tokens=most,
         batch=batch,
-        batch_tokens=batch_tokens,
+        places=places,
     )
+    given = (one for one in prompts(n, more=more) if int(one.key[-8:], 16) % part[1] == part[0])
     try:
-        made.run((one for one in prompts(n) if int(one.key[-8:], 16) % part[1] == part[0]), stopping)
+        made.run(given, stopping)
     finally:
         files.close()
     return made
@@ -97,76 +145,197 @@ def test_every_prompt_gets_one_answer_with_its_conversation(tmp_path):
     assert made.n_cut == Counter(row["finish"] for row in rows)["length"]
 
 
-@pytest.mark.parametrize("stop", range(0, 16, 3))
-def test_a_run_that_was_stopped_writes_what_one_that_was_not_writes(tmp_path, stop):
-    whole = Fake()
-    answered(tmp_path / "whole", whole)
-    assert whole.calls > 16
+def lines(folder):
+    return sorted(content(folder).splitlines())
+
+
+@pytest.mark.parametrize("stop", [0, 1, 40, 111, 300])
+@pytest.mark.parametrize("more", [(), ("b", "cc")])
+def test_a_run_that_was_stopped_writes_what_one_that_was_not_writes(tmp_path, stop, more):
+    answered(tmp_path / "whole", whole := Fake(), more=more)
+    assert whole.steps > 300
     with pytest.raises(KeyboardInterrupt):
-        answered(tmp_path / "cut", Fake(stop))
-    rest = Fake()
-    answered(tmp_path / "cut", rest)
-    assert content(tmp_path / "cut") == content(tmp_path / "whole")
-    assert rest.calls == whole.calls - stop  # finished turns are not repeated
-    assert not list((tmp_path / "cut" / "state").glob("part-*.json"))
+        answered(tmp_path / "cut", Fake(stop), more=more)
+    before = content(tmp_path / "cut").count(b"\n") if list((tmp_path / "cut" / "rows").iterdir()) else 0
+    answered(tmp_path / "cut", rest := Fake(), more=more)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert before or stop < 111
+    if not more:  # finished conversations are not read again
+        assert sum(map(len, rest.reads)) == 80 - before
 
 
-def test_a_run_killed_while_it_stored_a_turn_stores_the_rest(tmp_path):
+def test_a_line_that_a_kill_left_incomplete_is_written_again(tmp_path):
     answered(tmp_path / "whole", Fake())
     with pytest.raises(KeyboardInterrupt):
-        answered(tmp_path / "cut", Fake(8))
-    state = next((tmp_path / "cut" / "state").glob("part-*.json"))
-    before = state.read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        answered(tmp_path / "cut", Fake(1))  # one more turn is stored
-    state.write_bytes(before)  # but the state of the next turn was not
+        answered(tmp_path / "cut", Fake(111))
     path = tmp_path / "cut" / "rows" / "part-0-of-1.jsonl"
-    path.write_bytes(path.read_bytes()[:-5])  # and the last line not to its end
+    path.write_bytes(path.read_bytes()[:-5])
     answered(tmp_path / "cut", Fake())
-    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+def test_a_conversation_goes_on_in_its_place_and_only_what_is_new_is_read(tmp_path):
+    given = prompts(80)
+    made = answered(tmp_path, write := Fake(least=5), more=("b", "cc"), most=120)
+    rows = [json.loads(line) for line in content(tmp_path).splitlines()]
+    assert len(rows) == 80 and made.n_answers == 240 and made.n_cut == 0
+    for row in rows:
+        users = [turn["content"] for turn in row["messages"][::2]]
+        assert users == [f"q{row['name']}", "b", "cc"]
+        assert row["tokens"] == sum(len(turn["content"].split()) + 1 for turn in row["messages"][1::2])
+    # whether a question was fed or its whole prompt read: as its length says
+    read, fed = sum(len(one.ids_T) - 1 for one in given), 80
+    for row in rows:
+        ids = len(given[int(row["name"])].ids_T)
+        for answer in row["messages"][1:-2:2]:
+            ids += len(answer["content"].split()) + 4
+            again = ids < 4 * PREFILL_SPEED
+            read, fed = read + again * (ids - 1), fed + (1 if again else 4)
+    assert (write.prefilled, write.fed) == (read, fed) and write.fed > 300
+
+
+def test_another_rendering_of_the_answer_is_read_from_where_it_differs(tmp_path, monkeypatch):
+    rendered = render
+
+    def changed(messages, before, name):
+        ids = rendered(messages, before, name)
+        return [*ids[:-6], 3, *ids[-6:]]  # a token more within the answer
+
+    monkeypatch.setattr(sys.modules[__name__], "render", changed)
+    answered(tmp_path, write := Fake(least=90), more=("b",), n=3, most=120)
+    assert write.fed == 3 + 3 * (6 + 1)
+
+
+def test_answers_that_are_cut_or_blank_end_as_they_say(tmp_path):
+    made = answered(tmp_path, Fake(least=20), more=("b", "cc"), most=30)
+    rows = [json.loads(line) for line in content(tmp_path).splitlines()]
+    assert {row["finish"] for row in rows} == {"length"} or made.n_cut < made.n_answers
+    for row in rows:
+        cut = any(len(turn["content"].split()) == 30 for turn in row["messages"][1::2])
+        assert (row["finish"] == "length") == cut and row["messages"][-1]["role"] == "assistant"
 
 
 def test_a_blank_answer_is_left_out_and_not_asked_for_again(tmp_path):
-    def blank(contexts, tokens, sequence_ids):
-        return [[END] for _ in contexts], [True for _ in contexts]
+    class Blank(Fake):
+        def go_on(self, place, *args, **options):
+            super().go_on(place, *args, **options)
+            self.text[place] = iter([END] * 9)
 
-    made = answered(tmp_path, blank)
+    made = answered(tmp_path, Blank(), more=("b",))
     assert made.n_empty == 80 and not list((tmp_path / "rows").iterdir())
-    again = Fake()
-    answered(tmp_path, again)
-    assert again.calls == 0
+    answered(tmp_path, again := Fake(), more=("b",))
+    assert again.steps == 0
 
 
-def test_a_stop_that_was_asked_for_comes_after_a_turn(tmp_path):
+def test_a_later_blank_answer_ends_the_conversation_before_its_question(tmp_path):
+    class Later(Fake):
+        def go_on(self, place, cached, more, *args, **options):
+            super().go_on(place, cached, more, *args, **options)
+            if more[0] == END:
+                self.text[place] = iter([END] * 9)
+
+    made = answered(tmp_path, Later(least=60), more=("b",), most=120)
+    rows = [json.loads(line) for line in content(tmp_path).splitlines()]
+    assert len(rows) == 80 == made.n_answers == made.n_empty
+    assert all([turn["role"] for turn in row["messages"]] == ["user", "assistant"] for row in rows)
+
+
+def test_a_stop_that_was_asked_for_comes_after_a_step(tmp_path):
     answered(tmp_path / "whole", Fake())
-    asked = iter([False, False, True])
-    first = Fake()
-    answered(tmp_path / "cut", first, stopping=lambda: next(asked))
-    assert first.calls == 2
+    asked = iter([False] * 50 + [True])
+    answered(tmp_path / "cut", first := Fake(), stopping=lambda: next(asked))
+    assert first.steps == 50
     answered(tmp_path / "cut", Fake())
-    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
 
 
-def test_the_batch_stays_full_until_the_prompts_end(tmp_path):
+@pytest.mark.parametrize(("n", "batch"), [(200, 8), (7, 33), (50, 1), (300, 32)])
+def test_the_places_stay_full_until_the_prompts_end(tmp_path, n, batch):
     write = Fake()
-    made = answered(tmp_path, write, n=200, batch=8)
-    assert set(write.sizes[:-12]) == {8} and made.n_answers == 200
+    write.make(min(n, batch), 200)  # large enough for all
+    made = answered(tmp_path, write, n=n, batch=batch, places=write)
+    assert made.n_answers == n
+    # but for those that a group of prompts waits for
+    least = write.n - max(1, write.n // 16) + 1
+    assert min(write.taken[:-110], default=least) >= least
 
 
-def test_a_run_that_is_stopped_early_has_answered_short_prompts_too(tmp_path):
-    every = prompts(200)
-    short = sorted(every, key=lambda asked: len(asked.ids_T))[:100]
-    asked = iter([False] * 12 + [True])
-    made = answered(tmp_path, Fake(), n=200, stopping=lambda: next(asked))
-    names = {json.loads(line)["name"] for line in content(tmp_path).splitlines()}
-    assert made.n_answers < 60 and len(names & {one.name for one in short}) > made.n_answers / 4
+def test_prompts_are_read_in_groups_of_similar_length(tmp_path):
+    answered(tmp_path, write := Fake(), n=200, batch=64)
+    assert max(map(len, write.reads)) == 4
+    assert sum(max(some) * len(some) for some in write.reads) < 1.3 * sum(map(sum, write.reads))
 
 
-def test_batches_stay_within_their_tokens(tmp_path):
-    write = Fake()
-    answered(tmp_path, write, batch=8, batch_tokens=400)
-    assert all(n <= 400 or size == 1 for n, size in zip(write.tokens, write.sizes, strict=True))
-    assert max(write.sizes) > 1
+def test_longer_prompts_get_larger_places_when_the_others_are_done(tmp_path):
+    class Tight(Fake):
+        made = ()
+
+        def make(self, n, slots):
+            self.made = (*self.made, slots)
+            return super().make(n, slots)
+
+    answered(tmp_path, write := Tight(), n=60, batch=4)
+    assert list(write.made) == sorted(write.made) and len(write.made) > 1
+    assert content(tmp_path).count(b"\n") == 60
+
+
+def test_items_are_read_ahead_in_order_and_errors_come_where_they_were():
+    read = []
+
+    def source():
+        for n in range(9):
+            read.append(n)
+            yield n
+        raise DataError("broken")
+
+    with Ahead(source(), 3, threading.Event()) as items:
+        assert [next(items) for _ in range(9)] == list(range(9))
+        with pytest.raises(DataError, match="broken"):
+            next(items)
+        assert list(items) == []
+    read.clear()
+    closed = []
+
+    def endless():
+        try:
+            yield from iter(int, 1)
+        finally:
+            closed.append(True)
+
+    with Ahead(endless(), 3, threading.Event()) as items:
+        assert next(items) == 0
+    assert closed == [True] and not [one for one in threading.enumerate() if one.name == "prompts"]
+
+
+def test_a_source_that_finds_nothing_more_ends_as_it_is_left(tmp_path):
+    closing = threading.Event()
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "Name a bird."}\n')
+    config = DataConfig.parse({"name": "x", "sources": [{"conversations": str(path)}]})
+    asking = Asking(config, load_target("tiny").tokenizer, 600, (1, 9), {}, {}, stopping=closing.is_set)
+
+    def source():
+        yield 0
+        while list(asking.prompts()):  # as text does whose pieces are all too short
+            pass
+
+    with pytest.raises(KeyboardInterrupt), Ahead(source(), 3, closing) as items:
+        assert next(items) == 0
+        raise KeyboardInterrupt
+    assert closing.is_set() and not [one for one in threading.enumerate() if one.name == "prompts"]
+
+
+def test_a_stop_that_comes_while_prompts_are_sought_is_no_end(tmp_path):
+    files = AnswerFiles(tmp_path, SETTINGS, part=(0, 1))
+    made = AnswerBatches(files, Fake().make, str, render, frozenset({END}), answer_tokens=9, batch=2)
+    came = []
+
+    def sought():
+        came.append(True)
+        yield from ()
+
+    assert not made.run(sought(), lambda: bool(came))
+    files.close()
 
 
 def test_parts_answer_together_what_one_process_does(tmp_path):
@@ -174,9 +343,8 @@ def test_parts_answer_together_what_one_process_does(tmp_path):
         answered(tmp_path, Fake(), part=(number, 3))
     names = [json.loads(line)["name"] for path in (tmp_path / "rows").iterdir() for line in path.open()]
     assert sorted(names, key=int) == [str(n) for n in range(80)]
-    again = Fake()
-    answered(tmp_path, again)  # in one part: all is there
-    assert again.calls == 0
+    answered(tmp_path, again := Fake())  # in one part: all is there
+    assert again.steps == 0
 
 
 def test_answers_of_other_settings_are_refused(tmp_path):
@@ -188,10 +356,9 @@ def test_answers_of_other_settings_are_refused(tmp_path):
 
 
 def test_a_damaged_state_is_refused(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        answered(tmp_path, Fake(3))
-    state = next((tmp_path / "state").glob("part-*.json"))
-    state.write_text(state.read_text().replace("[", "[ ", 1)[:-9])
+    answered(tmp_path, Fake(), n=2)
+    state = tmp_path / "state" / "part-0-of-1.json"
+    state.write_text('{"blank": [')
     with pytest.raises(DataError, match="is damaged"):
         answered(tmp_path, Fake())
 
@@ -203,7 +370,18 @@ def run(monkeypatch, *words):
 
 @pytest.fixture
 def chats(tmp_path):
-    path = tmp_path / "chats.jsonl"
+    return write_chats(tmp_path / "chats.jsonl")
+
+
+@pytest.fixture(scope="module")
+def answered_whole(tmp_path_factory):
+    """The folder and the rows of a run that nobody stops."""
+    home = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        return answer_chats(patch, home, write_chats(home / "chats.jsonl"))
+
+
+def write_chats(path):
     rows = [{"prompt": f"What is {n % 5} and {n % 5}?", "response": "unknown"} for n in range(7)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -218,12 +396,12 @@ def answer_chats(monkeypatch, tmp_path, chats, *words, home="one"):
     return folder, [json.loads(line) for path in sorted(folder.iterdir()) for line in path.open()]
 
 
-def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypatch, tmp_path, chats):
+def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypatch, tmp_path, answered_whole):
     from longtrain.data.chat.mask import render_prompt
     from longtrain.decoding.engine import PLAIN, Engine
     from longtrain.decoding.sampling import Sampling
 
-    folder, rows = answer_chats(monkeypatch, tmp_path, chats)
+    folder, rows = answered_whole
     assert len(rows) == 5  # of seven prompts, two were asked before
     target = load_target("tiny")
     for row in rows:
@@ -254,27 +432,23 @@ def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypat
     assert all(row["messages"][1]["content"].strip() in shown for row in rows) and "What is" not in shown
 
 
-def test_a_resumed_run_of_the_engine_writes_the_same_files(monkeypatch, tmp_path, chats):
-    whole, rows = answer_chats(monkeypatch, tmp_path, chats)
-    real, calls = job._writer, []
+def test_a_resumed_run_of_the_engine_writes_the_same_rows(monkeypatch, tmp_path, chats, answered_whole):
+    whole, rows = answered_whole
+    real, calls = Places.step, []
 
-    def stops(cfg, target):
-        write = real(cfg, target)
+    def stops(self):
+        calls.append(self)
+        if len(calls) == 50:
+            raise KeyboardInterrupt
+        return real(self)
 
-        def once(*args):
-            calls.append(args)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return write(*args)
-
-        return once
-
-    monkeypatch.setattr(job, "_writer", stops)
+    monkeypatch.setattr(Places, "step", stops)
     with pytest.raises(SystemExit) as stopped:
         answer_chats(monkeypatch, tmp_path, chats, home="two")
     assert stopped.value.code == 130
     cut, again = answer_chats(monkeypatch, tmp_path, chats, home="two")
-    assert again == rows and len(calls) > 3
+    by_key = lambda row: row["key"]  # noqa: E731
+    assert sorted(again, key=by_key) == sorted(rows, key=by_key) and len(calls) > 51
     assert [path.name for path in cut.iterdir()] == [path.name for path in whole.iterdir()]
 
 
@@ -290,8 +464,10 @@ def test_prompts_of_all_sources_are_asked_in_turn(tmp_path, chats):
     )
     tokenizer = load_target("tiny").tokenizer
 
+    questions = {"text": WeightedQuestions(("What?",), (1,))}
+
     def asked():
-        return list(Asking(config, tokenizer, 600, (20, 60), {"text": ["What?"]}, {}).prompts())
+        return list(Asking(config, tokenizer, 600, (20, 60), questions, {}).prompts())
 
     kinds = [one.kind for one in asked()]
     # five of the seven chats differ; a source that has ended is left out
@@ -314,14 +490,16 @@ def test_first_prompts_do_not_wait_for_much_text(tmp_path, monkeypatch):
             (tmp_path / name / f"{name}{number}.txt").write_text("word " * (encoder.SLICE_CHARS // 10))
         sources.append({"text": str(tmp_path / name)})
     config = DataConfig.parse({"name": "two", "sources": sources})
-    asking = Asking(config, tokenizer, 600, (20, 60), {"text": ["What?", "Why?"]}, {}).prompts()
+    asking = Asking(
+        config, tokenizer, 600, (20, 60), {"text": WeightedQuestions(("What?", "Why?"), (1, 1))}, {}
+    ).prompts()
     for n in range(4):
         next(asking)
         assert len(tokenised) == (2, 4, 4, 4)[n]  # of 40: those of the first batch of each source
 
 
 def test_a_stopped_run_keeps_its_answers_and_is_no_success(monkeypatch, tmp_path, chats, capsys):
-    asked = iter([False, False, False])
+    asked = iter([False] * 60)
     monkeypatch.setattr(job.parts, "stopping", lambda: nullcontext(lambda: next(asked, True)))
     with pytest.raises(SystemExit) as stopped:
         answer_chats(monkeypatch, tmp_path, chats)
@@ -367,11 +545,70 @@ def test_documents_are_asked_about_with_a_question(monkeypatch, tmp_path):
         assert question == "What is it?" and len(piece) > 50 and piece in text
 
 
+def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatch, tmp_path):
+    from longtrain.data.chat.mask import render_prompt
+    from longtrain.decoding.engine import PLAIN, Engine
+
+    (tmp_path / "books").mkdir()
+    text = " ".join(f"Word {n} of a long document." for n in range(400))
+    (tmp_path / "books" / "a.txt").write_text(text)
+    run(
+        monkeypatch, "answers", "target=tiny", "data=text", f"data.text={tmp_path}/books", "data.prompts=3",
+        f"home={tmp_path}", "name=a", "decode.max_new_tokens=8", "decode.temperature=0",
+        "document_tokens=[64,200]", "turns=[2,3]", "ask={text: [One?, Two?, {last: [Three?]}]}", "batch=2",
+    )  # fmt: skip
+    (path,) = (tmp_path / "runs" / "a" / "answers" / "rows").iterdir()
+    rows, target = [json.loads(line) for line in path.open()], load_target("tiny")
+    assert len(rows) == 3
+    for row in rows:
+        turns = row["messages"]
+        assert len(turns) in (4, 6) and [turn["role"] for turn in turns] == ["user", "assistant"] * (
+            len(turns) // 2
+        )
+        asked = [turn["content"].rpartition("\n\n")[2] for turn in turns[::2]]
+        assert len(set(asked)) == len(asked) and set(asked) <= {"One?", "Two?", "Three?"}
+        for at in range(1, len(turns), 2):
+            ids = render_prompt(target.tokenizer, turns[:at], name="x").tolist()
+            (fresh,) = Engine(target).generate([ids], max_new_tokens=8, shape=PLAIN).tokens
+            fresh = [one for one in fresh if one not in target.info.eos_ids]
+            assert turns[at]["content"] == target.tokenizer.decode(fresh, skip_special_tokens=True)
+
+
+def test_the_next_prompt_has_the_tokens_of_a_whole_rendering():
+    from longtrain.data.chat.mask import render_next, render_prompt
+
+    tokenizer = load_target("tiny").tokenizer
+    for answer in ("No.", "\n\n two  lines\n", " a<|b|> ", "x" * 300, "é ñ 漢字"):
+        turns = [{"role": "user", "content": "Is it?\n"}, {"role": "assistant", "content": answer}]
+        turns += [{"role": "user", "content": "  Why?"}]
+        before = render_prompt(tokenizer, turns[:1], name="x").tolist()
+        whole = render_prompt(tokenizer, turns, name="x").tolist()
+        assert render_next(tokenizer, turns, before, name="x") == whole
+        # of other ids before it nothing is taken
+        assert render_next(tokenizer, turns, [*before[:-1], 9, 9], name="x") == whole
+        assert render_next(tokenizer, turns, [9], name="x") == whole
+
+
+def test_forms_of_questions_are_drawn_by_weight_and_none_twice():
+    asked = WeightedQuestions.of({"a": ("1", "2"), "b": ("3",), "c": ("4",)}, {"a": 3, "c": 0})
+    assert dict(zip(asked.texts, asked.weights, strict=True)) == {"1": 1.5, "2": 1.5, "3": 1}
+    rng = np.random.default_rng(0)
+    first = Counter(asked.draw(rng, 1)[0] for _ in range(2000))
+    assert 0.71 < (first["1"] + first["2"]) / 2000 < 0.79 and set(first) == {"1", "2", "3"}
+    assert sorted(asked.draw(rng, 9)) == ["1", "2", "3"]
+    twice = WeightedQuestions.of({"a": ("1", "2"), "b": ("1",)}, {})
+    assert dict(zip(twice.texts, twice.weights, strict=True)) == {"1": 1.5, "2": 0.5}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["document_tokens=[9,3]"], "document_tokens=[9, 3]; allowed: [SHORTEST, LONGEST]"),
         (["ask.text=[]"], "questions for the kind `text`"),
+        (["ask={text: [One?]}", "ask_weights={One?: 0}"], "a weight above 0 for a form of `ask.text`"),
+        (["turns=[3,2]"], "turns=[3, 2]; allowed: [FEWEST, MOST]"),
+        (["ask_weights={poems: 2}"], "ask_weights=poems; allowed: forms of questions: continuation, "),
+        (["ask_weights={summary: -1}"], "each 0 or more"),
         (["shards=2", "shard=2"], "shard=2 shards=2; allowed: 0 to 1"),
         (["batch=0"], "batch=0; allowed:"),
     ],
@@ -383,8 +620,7 @@ def test_settings_that_cannot_work_are_refused_at_once(monkeypatch, tmp_path, ch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="starts processes")
-def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, caplog):
-    _, rows = answer_chats(monkeypatch, tmp_path, chats)
+def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, answered_whole):
     folder, parted = answer_chats(monkeypatch, tmp_path, chats, "shards=2", home="two")
-    keys = [sorted(row["key"] for row in some) for some in (rows, parted)]
+    keys = [sorted(row["key"] for row in some) for some in (answered_whole[1], parted)]
     assert keys[0] == keys[1] and len(list(folder.iterdir())) <= 2

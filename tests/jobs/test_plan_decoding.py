@@ -21,6 +21,7 @@ from longtrain.methods.longspec.config import source_layer
 from longtrain.methods.quantspec.config import Config
 from longtrain.methods.quantspec.spec import SPEC
 from longtrain.targets.info import TargetInfo
+from longtrain.targets.loading import random_target
 
 INFO = TargetInfo(
     name="8b", family="llama", n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096,
@@ -54,6 +55,18 @@ def test_the_step_model_at_8b_shape(context, plain_ms, verify_ms, draft_ms, spee
     for key, value in (outputs | {"own_speedup": own}).items():
         assert row[key] == pytest.approx(value, rel=0.02), key
     assert row["least_ms"] < row["plain_ms"] and row["cycle_tokens"] == pytest.approx(4.0951)
+
+
+def test_layers_with_a_window_store_and_read_its_entries():
+    target = random_target("gemma3_micro", dtype="bfloat16")
+    size = Sizes.of(target.info)
+    served = decoding.Served(size, GPUS["H100"], 2, 2, WEIGHTS, target.info.windows)
+    row, lengths = decoding.plain(served, 102), 2 * 3 * 8
+    assert row["kv_gib"] * 2**30 == target.new_cache(2, 102, 0).bytes() - lengths
+    assert served.seen(101) == (101 + 2 * 8) / 3 and served.seen(6) == 6
+    every = decoding.Served(size, GPUS["H100"], 2, 2, WEIGHTS)
+    fewer = decoding.plain(every, served.seen(102))
+    assert row["plain_ms"] == fewer["plain_ms"] < decoding.plain(every, 102)["plain_ms"]
 
 
 def test_the_bytes_are_those_of_the_cache():
@@ -144,7 +157,11 @@ def test_windows_of_a_text_model_within_a_model_of_images_too(composed, capsys, 
     file.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     cfg = composed("plan", "target=local", f"target.path={tmp_path}", "contexts=[1k]")
     plan.run(cfg)
-    assert "6 of 7 layers see the last 32 tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    gib = 2 * 2 * 16 * (6 * 39 + 2048) / 2**30  # K and V in bf16 of one head of 16
+    assert (
+        f"6 of 7 layers see the last 32 tokens; they store 39 entries, and all layers then {gib:.3g}" in shown
+    )
     info, _ = target_shape(cfg.target)
     assert info.layer(0).rope != info.rope and source_layer(LongSpec(), info) == 5
 

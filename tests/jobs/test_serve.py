@@ -9,10 +9,10 @@ import json
 import socket
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from openai import APIStatusError, OpenAI
 from transformers import AutoModelForCausalLM
 
 from longtrain.decoding.engine import Engine
@@ -20,6 +20,9 @@ from longtrain.errors import ConfigError
 from longtrain.jobs.serving import serve
 from longtrain.jobs.serving.worker import FullError, GoneError, Queue
 from longtrain.targets.loading import load_target
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 uvicorn = pytest.importorskip("uvicorn")
 
@@ -41,6 +44,8 @@ class Running:
 
     @property
     def client(self) -> OpenAI:
+        from openai import OpenAI
+
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
 
     def post(self, body: bytes, path="/v1/completions") -> tuple[int, dict]:
@@ -211,6 +216,8 @@ def test_wrong_requests_get_one_sentence(serving):
 
 
 def test_the_key_is_asked_for(serving, monkeypatch, composed):
+    from openai import APIStatusError
+
     with pytest.raises(ConfigError, match=serve.KEY):
         serve.check(composed("serve", "host=0.0.0.0"))
     server = serving()

@@ -21,8 +21,7 @@ def test_as_torch(nodes, vocab, width, monkeypatch):
     torch.testing.assert_close(got[2], expected[2])
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-@pytest.mark.parametrize("beyond", [0, 3])
+@pytest.mark.parametrize(("beyond", "renamed"), [(0, False), (3, True)])
 def test_a_tree_grows(beyond, renamed, monkeypatch):
     """Nodes, parents and who sees whom are torch's, also where a level looks for more continuations."""
     logits, ids, root = beam_case(renamed)

@@ -44,9 +44,9 @@ def loss_and_gradients(parts, dtype, *, trained, objective, block_rows=0):
     ("J", "R", "W", "V", "K", "dtype"),
     [
         (1, 5, 4, 37, 37, torch.float32),
-        (3, 10, 7, 300, 97, torch.float32),
-        (5, 6, 6, 2500, 2100, torch.float32),
-        (4, 7, 5, 300, 129, torch.bfloat16),
+        (3, 7, 4, 300, 97, torch.float32),
+        (3, 5, 4, 2500, 2100, torch.float32),
+        (4, 5, 3, 300, 129, torch.bfloat16),
         (2, 4, 3, 2600, 2049, torch.float16),
     ],
 )

@@ -13,6 +13,8 @@ CASES = {
     "four bits, a full ring": (4, Split.FLOOR, "tree", {"G": 1, "blocks": (3,), "recent": (381,)}),
     "the paper's split": (4, Split.RTN, "causal", {"G": 1, "T": 1}),
     "eight bits, head dim 128": (8, Split.FLOOR, "causal", {"G": 1, "D": 128, "T": 5}),
+    "heads of 256": (4, Split.RTN, "tree", {"H": 4, "G": 1, "D": 256, "T": 5}),
+    "eight bits, heads of 256": (8, Split.FLOOR, "causal", {"H": 4, "G": 1, "D": 256, "T": 2}),
     "eight bits of the paper's split": (8, Split.RTN, "none", {"G": 1, "T": 2, "recent": (384 - 2,)}),
     "no block, no token": (4, Split.FLOOR, "causal", {"G": 1, "blocks": (0,), "recent": (0,), "T": 2}),
     "ragged batch": (4, Split.FLOOR, "tree", {"B": 2, "H": 2, "blocks": (2, 0), "recent": (5, 130)}),

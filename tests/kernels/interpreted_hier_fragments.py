@@ -23,7 +23,7 @@ CASES = {
         4,
         Split.RTN,
         "tree",
-        {"G": 1, "H": 4, "T": 3, "blocks": (5,)},
+        {"G": 1, "H": 4, "T": 3, "blocks": (3,)},
         T(tiles=2),
     ),
     "eight bits": (8, Split.FLOOR, "none", {"G": 1, "H": 1, "T": 1, "blocks": (2,)}, T(warps=2)),
@@ -31,7 +31,7 @@ CASES = {
         8,
         Split.RTN,
         "tree",
-        {"G": 1, "H": 4, "T": 4, "blocks": (12,)},
+        {"G": 1, "H": 4, "T": 4, "blocks": (6,)},
         T(tiles=2, warps=2),
     ),
     "eight bits, two parts, 21 rows": (
@@ -45,7 +45,7 @@ CASES = {
         8,
         Split.RTN,
         "causal",
-        {"B": 2, "G": 1, "H": 4, "T": 8, "blocks": (5, 0), "recent": (140, 3)},
+        {"B": 2, "G": 1, "H": 4, "T": 8, "blocks": (3, 0), "recent": (140, 3)},
         T(tiles=2, parts=2, warps=8),
     ),
 }
@@ -56,7 +56,7 @@ def test_the_kernel_follows_the_reference(name, monkeypatch):
     """Of 3 splits one takes all blocks, round after round; 7 leave some without any."""
     warp_emulator.install(monkeypatch)
     bits, split, mask, case, tile = CASES[name]
-    splits = 7 if "two tiles" in name or name == "eight warps" else 3
+    splits = 7 if "two tiles" in name else 3
     q, planes, ring, lens = hier_case(split=split, D=128, **case)
     q = q.half()
     how = {"bits": bits, "scale": q.shape[-1] ** -0.5}

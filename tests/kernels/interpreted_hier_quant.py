@@ -11,10 +11,17 @@ from longtrain.kernels.hierarchical.layout import Lens, Split
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("split", Split)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_prompts(split, dim):
-    for dtype in DTYPES if dim == 64 else DTYPES[:1]:
+@pytest.mark.parametrize(
+    ("split", "dim", "dtypes"),
+    [
+        (Split.FLOOR, 64, DTYPES),
+        (Split.RTN, 64, DTYPES[1:2]),
+        (Split.RTN, 128, DTYPES[:1]),
+        (Split.FLOOR, 256, DTYPES[:1]),
+    ],
+)
+def test_prompts(split, dim, dtypes):
+    for dtype in dtypes:
         k, v = (strided(rows(2, 2, 300, dim, seed=seed, dtype=dtype)) for seed in (3, 4))
         v[0, 1, 7] = 0  # a token of nothing
         count_B = torch.tensor([2, 1])
@@ -47,7 +54,7 @@ def test_values_without_a_code_mark_their_group(value):
 def test_numbers_beyond_the_bound_are_found(split):
     """Of either sign, in the kernel's steps and zeros; one at the bound is none of them."""
     ring, lens = ring_of(1, 1, 1, 64), Lens(torch.tensor([256]), torch.tensor([1]))
-    for value, bad in ((6e4, False), (7e4, True), (1e5, True), (1e6, True)):
+    for value, bad in ((6e4, False), (7e4, True), (1e6, True)):
         for signed in (value, -value):
             k, v = rows(1, 1, 128, 64, seed=3), rows(1, 1, 128, 64, seed=4)
             k[0, 0, 90, 40], v[0, 0, 17, 5] = signed, signed

@@ -38,7 +38,7 @@ def test_product(tile, features, inputs, group):
     """Also where lines, steps, tiles and units do not fit. The input is exact in bf16."""
     layer = layer_of(features, inputs, group)
     weight = layer.written_out(torch.float32)
-    for rows in (1, 5, 16):
+    for rows in (5, 16):
         x, add = among_nan(made(rows, inputs).bfloat16()), made(rows, features, seed=1)
         out = small_linear(x, layer.codes, layer.table, add, features=features, tile=tile)
         expected = linear(x.float(), weight).bfloat16().float() + add

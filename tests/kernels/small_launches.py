@@ -41,6 +41,7 @@ from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.kernels import hierarchical, importance, tree_attention
+from longtrain.kernels.anchored import anchored_attention
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.kernels.entry_moves import Programs, move_entries
 from longtrain.kernels.entry_scores import entry_scores
@@ -142,7 +143,7 @@ def hierarchies() -> Jobs:
         (64, (2, 1), (200, 140)),
     )
     names = cycle(("none", "causal", "tree"))
-    for D in (64, 128):
+    for D in (64, 128, 256):
         for case in cases:
             for how in ((Split.FLOOR, 4, 4), (Split.RTN, 8, 4), (Split.FLOOR, 8, 1)):
                 yield partial(_hierarchy, D, *case, *how, next(names))
@@ -159,7 +160,7 @@ def _hierarchy(D, T, blocks, recent, split, bits, group, name):
 
 def quantisers() -> Jobs:
     """Prompts whose last rows are no block, and rings whose block wraps."""
-    for D in (64, 128):
+    for D in (64, 128, 256):
         for split in Split:
             yield partial(_quantise, D, split)
 
@@ -189,6 +190,22 @@ def _score(case):
     for how in ("mean", "max"):
         importance.importance(rows[0], lse, k, case.spans, scale=case.scale, reduce=how)
     importance.own_importance(*rows, lse, case.spans, scale=case.scale)
+
+
+def blocks() -> Jobs:
+    """Blocks over keys whose last is the last seen, in windows and without; rows that fill no tile."""
+    for D, heads, rows in ((64, 7, 7), (128, 4, 5), (40, 1, 4), (256, 2, 37)):
+        for window in (None, 9):
+            yield partial(_blocks, D, heads, rows, window)
+
+
+def _blocks(D, heads, rows, window):
+    shapes = [(5, rows, 2 * heads, D), *[(5, rows, 2, D)] * 2, *[(139, 2, D)] * 2]
+    leaves = [torch.randn(shape, device=DEVICE, dtype=DTYPE).requires_grad_() for shape in shapes]
+    q, own_k, own_v, k, v = leaves
+    starts, anchors = torch.tensor([0, 0, 0, 50, 50]), torch.tensor([0, 1, 50, 90, 139])
+    own, keys = (own_k, own_v), (k, v)
+    anchored_attention(q, own, keys, starts, anchors, scale=0.1, window=window).float().sum().backward()
 
 
 def moves() -> Jobs:
@@ -324,7 +341,8 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, matches, laws, linears, texts)
+PARTS = (trees, hierarchies, quantisers, scores, blocks, moves, choices, changes, matches, laws, linears)
+PARTS += (texts,)
 
 
 def main(words: list[str]) -> int:

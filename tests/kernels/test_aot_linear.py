@@ -33,12 +33,12 @@ def compiled(tile, *, gated, rows, even=True):
     )
 
 
-@pytest.mark.parametrize("even", [True, False], ids=["even", "masked"])
 @pytest.mark.parametrize(
-    ("features", "gated", "rows"),
+    ("features", "gated", "rows", "even"),
     [
-        (896, False, 8), (4096, False, 8), (4096, False, 16), (6144, False, 16), (128256, False, 8),
-        (4864, True, 8), (14336, True, 16),
+        (896, False, 8, True), (4096, False, 8, True), (4096, False, 16, True), (6144, False, 16, True),
+        (128256, False, 8, True), (4864, True, 8, True), (14336, True, 16, True),
+        (896, False, 8, False), (4096, False, 16, False), (128256, False, 8, False), (14336, True, 16, False),
     ],
 )  # fmt: skip
 def test_linear(features, gated, rows, even):

@@ -22,8 +22,10 @@ def test_the_twin_moves_rows(paged, parts):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
-@pytest.mark.parametrize(("rows", "warps"), [(16, 4), (64, 8)])
-@pytest.mark.parametrize(("size", "parts"), [(0, 1), (0, 2), (128, 1)])
+@pytest.mark.parametrize(
+    ("size", "parts", "rows", "warps"),
+    [(0, 1, 16, 4), (0, 2, 16, 4), (128, 1, 16, 4), (0, 2, 64, 8), (128, 1, 64, 8)],
+)
 def test_the_kernel_compiles_for_hopper_without_spills(size, parts, rows, warps):
     """Rows of 512 bytes in one part or more, 16 bytes of them a thread and load."""
     pytest.importorskip("triton")

@@ -129,7 +129,10 @@ GPU_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("split", "bits", "D"),
-    [(Split.FLOOR, 4, 128), (Split.FLOOR, 8, 128), (Split.RTN, 4, 64), (Split.RTN, 8, 128)],
+    [
+        *[(Split.FLOOR, 4, 128), (Split.FLOOR, 8, 128), (Split.RTN, 4, 64), (Split.RTN, 8, 128)],
+        *[(Split.FLOOR, 4, 256), (Split.FLOOR, 8, 256)],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
@@ -148,19 +151,22 @@ def test_kernels_on_a_gpu(case, split, bits, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 4, 8), (8, 6, 8), (8, 8, 8)])
-def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
+@pytest.mark.parametrize(
+    ("bits", "H", "most", "D"),
+    [*((*one, 128) for one in [(4, 8, 4), (8, 2, 8), (8, 4, 8), (8, 6, 8), (8, 8, 8)]), (8, 8, 8, 256)],
+)
+def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most, D):
     q, planes, ring, lens = hier_case(
         split=Split.FLOOR,
         H=H,
         T=most,
-        D=128,
+        D=D,
         blocks=(77,),
         recent=(200,),
         dtype=torch.bfloat16,
         device="cuda",
     )
-    how = {"bits": bits, "scale": 128**-0.5}
+    how = {"bits": bits, "scale": D**-0.5}
     ring.k.nan_to_num_()
     ring.v.nan_to_num_()
     alone = [

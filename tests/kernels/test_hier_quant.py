@@ -92,7 +92,7 @@ def test_blocks_read_back(split, dim):
 
 
 @pytest.mark.parametrize("split", Split)
-@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128, 256])
 def test_it_compiles_for_hopper_without_spills(split, dim):
     """Two programs fit on a multiprocessor (65536 registers), rows are read 16 bytes at a time, and only the
     divisions of the program's number convert."""
@@ -175,7 +175,7 @@ def test_shapes_are_checked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", Split)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_compiled_kernel_gives_the_same_bytes(split, dim):
     """Bit for bit: the same operations in fp32, none of them fused."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

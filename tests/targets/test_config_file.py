@@ -37,7 +37,7 @@ def test_a_config_with_values_of_another_kind(tmp_path, change, message):
 
 @pytest.mark.parametrize("content", ["", "5", "[]", "null", DEEP, "\xff"])
 def test_files_that_are_no_json_object(tmp_path, content):
-    config = SimpleNamespace(eos_token_id=1)
+    config = SimpleNamespace(eos_token_id=1, vocab_size=9)
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text(content, encoding="latin-1")
     reads = (read_config, lambda folder: eos_ids_of(config, folder), weight_files)
@@ -56,7 +56,14 @@ def test_a_pipe_in_place_of_a_config_is_refused(tmp_path):
 def test_ends_that_are_no_token_ids(tmp_path, eos):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(ArtifactError, match=r"generation_config\.json has eos_token_id="):
-        eos_ids_of(SimpleNamespace(eos_token_id=1), tmp_path)
+        eos_ids_of(SimpleNamespace(eos_token_id=1, vocab_size=9), tmp_path)
+
+
+def test_ends_beyond_the_vocabulary_are_left_out_and_named(tmp_path, caplog):
+    """The model cannot generate them, and a table over the vocabulary has no place for them."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 1, 12]}))
+    assert eos_ids_of(SimpleNamespace(eos_token_id=1, vocab_size=9), tmp_path) == (1,)
+    assert "end_ids_left_out=[9, 12] vocab_size=9" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.families import EXPERTS, FAMILIES, drawn, usual
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """fp64 weights: norms, angles and routers compute in fp32 inside these models, whatever the dtype."""
-SEEDS = 20
+SEEDS = 12
 
 
 def checkpoint(tmp_path, tokenizer_folder, values, seed):
@@ -231,6 +231,12 @@ def test_4_bit_weights_of_experts_are_refused_by_name():
         TargetMismatchError, match=r"experts.gate_up_proj\), and only linear layers get 4-bit"
     ):
         Int4Target(random_target(usual("mixtral")), group=16)
+
+
+def test_of_a_model_that_reads_images_the_text_model_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    with pytest.raises(TargetMismatchError, match=r"\(gemma3\) reads more than text; .*\(gemma3_text\)"):
+        load_target(tmp_path)
 
 
 @pytest.mark.parametrize(

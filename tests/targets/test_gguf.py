@@ -266,3 +266,37 @@ def test_scaling_is_that_of_the_full_layers_where_there_are_two_tables(tmp_path,
     tables = config.rope_parameters
     assert tables["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     assert tables["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_experts_are_read_and_their_weights_sum_to_one(cache, tmp_path):
+    """No GGUF file says so; transformers' own default is that they do not."""
+    rng, n_experts, moe = np.random.default_rng(1), 4, 32
+    shapes = {"ffn_gate_inp": (n_experts, E), "attn_q_norm": (D,), "attn_k_norm": (D,)}
+    shapes |= {"ffn_gate_exps": (n_experts, moe, E), "ffn_up_exps": (n_experts, moe, E)}
+    shapes["ffn_down_exps"] = (n_experts, E, moe)
+    more = {
+        f"blk.{i}.{name}.weight": rng.normal(0, 0.2, shape).astype(np.float32)
+        for i in range(L)
+        for name, shape in shapes.items()
+    }
+    sizes = {"expert_count": n_experts, "expert_used_count": 2, "expert_feed_forward_length": moe}
+    sizes |= {"attention__key_length": D, "attention__value_length": D}
+    target = load_target(
+        write(
+            tmp_path / "small.gguf",
+            arch="qwen3moe",
+            drop=[f"blk.{i}.ffn_{part}.weight" for i in range(L) for part in ("gate", "up", "down")],
+            more=more,
+            **{f"qwen3moe__{key}": value for key, value in sizes.items()},
+        )
+    )
+    assert target.model.config.norm_topk_prob is True
+    block = target.model.model.layers[1].mlp
+    with torch.no_grad():
+        weights = block.gate(torch.randn(5, E))[1]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(5))
+    gate, up, down = (
+        torch.from_numpy(more[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")
+    )
+    assert torch.equal(block.experts.gate_up_proj, torch.cat((gate, up), 1))
+    assert torch.equal(block.experts.down_proj, down)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longtrain.cache.arena import ArenaCache
+from longtrain.cache.arena import ArenaCache, LayeredArena
 from longtrain.cache.base import Tree
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
@@ -98,11 +98,11 @@ def test_trees_and_ragged_batches_are_those_of_each_path_alone(arena, fused):
     lengths = [21, 4]
     ids_BT = torch.randint(2, 97, (2, 21), generator=torch.Generator().manual_seed(1))
     tree_BN = torch.randint(2, 97, (2, 5), generator=torch.Generator().manual_seed(2))
-    cache, n_B = target.new_cache(2, 48, 0), torch.tensor(lengths)
+    cache, n_B = target.new_cache(2, 48, 5), torch.tensor(lengths)
     target(TokenBatch(torch.arange(21).expand(2, -1), ids_BT, n_B=n_B), cache)
     cache.commit(None, n_B)
     if arena:
-        store, cache = cache, ArenaCache(cache)
+        store, cache = cache, LayeredArena(cache)
         cache.take(store, room=8)
     depth = torch.tensor([0, 1, 1, 2, 3])
     rows = TokenBatch(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1)))
@@ -164,7 +164,7 @@ def test_selected_entries_and_evicted_caches_have_sinks_too():
     how = {"max_new_tokens": 12, "ignore_eos": True}
     plain = Engine(target).generate(prompts, **how).tokens
     for budget in (69, 400):
-        parts = attached("specontext", target, {"budget_tokens": budget})
+        parts = attached("sparse", target, {"budget_tokens": budget}, rule="quest")
         assert budget < 400 or Engine(target, parts).generate(prompts, **how).tokens == plain
         evicts = Parts(evictor=SnapKV(Budget(budget), window=8, kernel=5))
         made = Engine(target, evicts).generate(prompts, **how)
@@ -182,5 +182,7 @@ def test_what_cannot_serve_sinks_says_so():
         Engine(target, Parts(evictor=H2O(Budget(12)))).generate(prompts, max_new_tokens=2)
     with pytest.raises(TargetMismatchError, match="is of the family gpt_oss; LookaheadKV is built for"):
         attached("lookaheadkv", target, {"budget_tokens": 8}, lora_targets=["q", "k", "v", "o"])
+    with pytest.raises(TargetMismatchError, match="learns from attention without sinks"):
+        attached("specontext", target, {"budget_tokens": 8})
     with pytest.raises(ConflictError, match="attention sinks, which need the log-sum-exp"):
         Silent().attend_lse(0, torch.zeros(1, 4, 1, 8), mask=None, scale=1.0)

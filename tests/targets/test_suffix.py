@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
 import pytest
@@ -17,26 +18,58 @@ from longtrain.targets.step import OutputRequest, TokenBatch
 from longtrain.targets.suffix import GROUPS, SuffixRun
 from tests.families import FAMILIES as OTHERS
 from tests.families import usual
+from tests.targets.test_window_layers import shape_of
+
+WINDOWS = [
+    ("gemma3_text", 8), ("gemma3_text", 3), ("qwen3", 5), ("ministral", 8), ("olmo3", 8), ("exaone4", 3),
+    ("smollm3", 8),
+]  # fmt: skip
+"""Families and windows, some narrower than the rows that follow a prompt."""
+
+
+def window_shape(family):
+    """Layers with a window before and between the full ones, and after them."""
+    kinds = [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]
+    more = {"no_rope_layers": [0, 1, 1, 0, 1]} if family == "smollm3" else {}
+    shape = shape_of(family, random.Random(2))
+    return {**shape, "num_hidden_layers": 5, "layer_types": kinds, "query_pre_attn_scalar": 20, **more}
+
 
 FAMILIES = [
     "llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro",
     *(usual(family) for family in OTHERS if family != "gpt_oss"),  # LookaheadKV refuses sinks
+    *({**window_shape(family), "sliding_window": window} for family, window in WINDOWS),
 ]  # fmt: skip
 LENGTHS = [23, 9, 17]
 
 
 def name_of(shape):
-    return shape if isinstance(shape, str) else shape["model_type"]
+    if isinstance(shape, str):
+        return shape
+    return (
+        f"{shape['model_type']}-{shape['sliding_window']}" if "layer_types" in shape else shape["model_type"]
+    )
 
 
 M = 4
+
+
+def made(shape):
+    """A target in fp64 whose norms matter too."""
+    target = random_target(shape, seed=3, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, weight in target.model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight += 0.2 * torch.randn(weight.shape, generator=rng, dtype=weight.dtype)
+    return target
 
 
 def prompts(target, lengths=LENGTHS, seed=0):
     """Right-padded prompts in a committed cache, and the step that put them there."""
     gen = torch.Generator().manual_seed(seed)
     ids = torch.randint(target.info.vocab_size, (len(lengths), max(lengths)), generator=gen)
-    cache, n = target.new_cache(len(lengths), max(lengths) + M, 0), torch.tensor(lengths)
+    cache, n = target.plain_cache(len(lengths), max(lengths) + M, 0), torch.tensor(lengths)
     pos = torch.arange(max(lengths)).expand(len(lengths), -1)
     step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=OutputRequest("all"))
     cache.commit(None, n)
@@ -76,8 +109,9 @@ def run(target, cache, embeds, adapters, lengths=LENGTHS):
     ]
     pos = torch.cat([torch.arange(n, n + M) for n in lengths])
     run = SuffixRun(target, embeds, pos, spans, adapters)
-    scores += [run.step(*cache.prefix(layer)) for layer in range(target.info.n_layers)]
-    return scores
+    scores += [run.step(*cache.prefix(layer)) for layer in range(run.last + 1)]
+    assert [layer for layer, s in enumerate(scores) if s is not None] == [*target.info.full_layers]
+    return [s for s in scores if s is not None]
 
 
 def attention(target, embeds, cache):
@@ -92,8 +126,10 @@ def attention(target, embeds, cache):
     target.forward(TokenBatch(pos, embeds_BTE=embeds[None]), cache, outputs=OutputRequest("none"), hook=hook)
     found, group = [], target.info.n_heads // target.info.n_kv_heads
     for layer, (q, own) in enumerate(seen):
+        if target.info.windows[layer]:
+            continue
         keys = torch.cat((cache.k_LBGSD[layer, 0, :, :length].double(), own), 1).repeat_interleave(group, 0)
-        logits = q @ keys.transpose(1, 2) * target.info.head_dim**-0.5
+        logits = q @ keys.transpose(1, 2) * target.scaling(layer)
         logits[:, :, length:] += torch.full((M, M), -torch.inf).triu(1)
         found.append(logits.softmax(-1)[:, :, :length].mean(1))
     return found
@@ -101,13 +137,13 @@ def attention(target, embeds, cache):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=name_of)
 def test_rows_compute_what_the_target_with_merged_weights_computes(family):
-    target = random_target(family, seed=3, dtype=torch.float64)
+    target = made(family)
     adapters = lora(target)
     _, cache, _ = prompts(target)
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
     with torch.no_grad():
         got = run(target, cache, embeds, adapters)
-    other = merged(random_target(family, seed=3, dtype=torch.float64), adapters)
+    other = merged(made(family), adapters)
     for b, length in enumerate(LENGTHS):
         alone = DenseCache(
             n_layers=target.info.n_layers,
@@ -118,6 +154,7 @@ def test_rows_compute_what_the_target_with_merged_weights_computes(family):
             max_nodes=M,
             device="cpu",
             dtype=torch.float64,
+            windows=target.info.windows,
         )
         for layer in range(target.info.n_layers):
             alone.write(layer, *(x[layer, b : b + 1, :, :length] for x in (cache.k_LBGSD, cache.v_LBGSD)))
@@ -170,7 +207,7 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
 @pytest.mark.parametrize("family", FAMILIES, ids=name_of)
 def test_gradients_are_those_of_finite_differences_with_joined_weights_or_without(family, monkeypatch):
     """All of them: of the inputs, and of A and B, of all layers at once or of one after the other."""
-    target = random_target(family, seed=3, dtype=torch.float64)
+    target = made(family)
     _, cache, _ = prompts(target)
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
     adapters, rng = lora(target), torch.Generator().manual_seed(7)
@@ -199,7 +236,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
         x.requires_grad_()
     for joined, together in ((False, 2**25), (False, 1), (True, 2**25)):
         monkeypatch.setattr(lora_of_targets, "_TOGETHER", together)
-        if joined:
+        if joined and target.family.fused:
             target.fuse()
         grads = torch.autograd.grad(loss(), given, allow_unused=True)
         found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])

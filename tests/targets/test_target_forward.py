@@ -126,7 +126,8 @@ def test_packed_equals_each_document_alone(target):
         doc = slice(start, stop)
         expected = stock_logits(target, ids_T[doc])
         torch.testing.assert_close(target.head(packed.hidden[-1][doc]), expected, **CLOSE)
-        cache, _ = prefill(target, ids_T[None, doc], torch.tensor([stop - start]))
+        cache = target.plain_cache(1, 64, 12)
+        target(TokenBatch(pos_T[None, doc], ids_T[None, doc]), cache, outputs=OutputRequest("none"))
         stored = cache.k_LBGSD[1, 0, :, : stop - start].transpose(0, 1)
         torch.testing.assert_close(k_TGD[doc], stored, **CLOSE)
         stored = cache.v_LBGSD[1, 0, :, : stop - start].transpose(0, 1)
@@ -146,7 +147,7 @@ def test_a_packed_row_gives_any_layers_as_separate_forwards_do(fused):
     assert set(packed.hidden) == {0, 2, -1} and set(packed.kv) == {1, 3}
     for start, stop in pairwise(bounds):
         doc, n_B = slice(start, stop), torch.tensor([stop - start])
-        cache = four.new_cache(1, 32, 0)
+        cache = four.plain_cache(1, 32, 0)
         rows = TokenBatch(pos_T[None, doc], ids_T[None, doc])
         alone = four(rows, cache, outputs=OutputRequest("none", hidden=(0, 2, -1)))
         cache.commit(None, n_B)
@@ -170,7 +171,7 @@ def test_stopping_at_a_layer_gives_the_same_keys_and_runs_nothing_after(target):
     handles.append(target.model.model.norm.register_forward_hook(lambda *_: ran.append("norm")))
     try:
         early = target.packed(ids_T, pos_T, (0, 8), OutputRequest("none", stop_at_layer=1, kv=(1,)))
-        cache = target.new_cache(1, 16, 0)
+        cache = target.plain_cache(1, 16, 0)
         target(TokenBatch(pos_T[None], ids_T[None]), cache, outputs=OutputRequest("none", stop_at_layer=1))
     finally:
         for handle in handles:

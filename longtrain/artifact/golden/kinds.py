@@ -62,7 +62,7 @@ LOWEST = -25.0
 """Lower bound to which log-probabilities and a selector's scores are clamped before the comparison (nats)."""
 
 FIRST = 2
-"""Number of layers whose tensors are stored for an evictor; the second depends on all of the first."""
+"""Fewest first layers whose tensors are stored for an evictor; the second depends on all of the first."""
 
 REPEATED, SHARE = 8, 0.625
 """Kept entries are chosen from the prompt's scores, repeated this many times, with this budget ratio. The
@@ -84,7 +84,7 @@ class Kind:
         ask: (module, target, its forward, own tensors) -> outputs, and the target's tensors that the module
             read.
         distance: (outputs, stored outputs) -> relative distances.
-        layers: number of first layers whose tensors are stored; None: all layers.
+        layers: target info -> number of first layers whose tensors are stored; None: all layers.
         choice: name of the chosen entries; empty: the kind has no choice.
         choose: (module, stored scores, target info) -> the chosen entries, on the CPU.
     """
@@ -98,7 +98,7 @@ class Kind:
     prompt: Callable[[TargetInfo, int], dict[str, Tensor]]
     ask: Callable[[Any, Any, Forward, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
     distance: Callable[[Tensor, Tensor], Tensor]
-    layers: int | None = None
+    layers: Callable[[TargetInfo], int] | None = None
     choice: str = ""
     choose: Callable[[Any, Tensor, TargetInfo], Tensor] | None = None
 
@@ -207,7 +207,7 @@ def _ask_draft(
     ids_BT, roots_C, drafts_CD = own["ids_T"][None].to(device), own["roots_C"].to(device), own["drafts_CD"]
     length, depth = ids_BT.shape[1], drafts_CD.shape[1]
     total = length + len(roots_C) * (ACCEPTED + 1)
-    cache: Any = _NotingCache(target.new_cache(1, total, depth + 1))
+    cache: Any = _NotingCache(target.plain_cache(1, total, depth + 1))
     hidden: dict[int, list[Tensor]] = {layer: [] for layer in expected.hidden}
 
     def step(first: int, ids_BT: Tensor, committed: int) -> TargetStep:
@@ -245,22 +245,27 @@ def _forced(draft: Draft, root_B: Tensor, drafts_D: Tensor, first: int) -> tuple
     return tree, tree.q_BNV[0, : len(drafts_D)]
 
 
+def _first_layers(info: TargetInfo) -> int:
+    """Return the number of layers up to the first that has scores, or `FIRST`."""
+    return min(max(FIRST, info.full_layers[0] + 1), info.n_layers)
+
+
 class _FirstLayers:
     """Attention hook that records the first layers' tensors and calls the evictor's hook for all layers."""
 
-    def __init__(self, inner: AttentionHook | None) -> None:
-        self.inner = inner
+    def __init__(self, inner: AttentionHook | None, count: int) -> None:
+        self.inner, self.count = inner, count
         self.read: dict[str, Tensor] = {}
         self.see_inputs = None if getattr(inner, "see_inputs", None) is None else self._see_inputs
 
     def _see_inputs(self, layer: int, x_BTE: Tensor) -> None:
-        if layer < FIRST:
+        if layer < self.count:
             self.read[f"input_{layer}"] = x_BTE[0].cpu()
         cast(Any, self.inner).see_inputs(layer, x_BTE)
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         parts = {"k": k_BGTD, "v": v_BGTD} | ({} if self.inner is None else {"q": q_BHTD})
-        if layer < FIRST:
+        if layer < self.count:
             self.read |= {f"{name}_{layer}": part[0].transpose(0, 1).cpu() for name, part in parts.items()}
         if self.inner is not None:
             self.inner(layer, q_BHTD, k_BGTD, v_BGTD)
@@ -279,7 +284,8 @@ def _ask_evictor(
         raise ArtifactError(f"golden scores need an evictor with scores; {type(evictor).__name__} has none")
     ids_BT, length = own["ids_T"][None].to(target.device), len(own["ids_T"])
     n_B, pos_BT = torch.tensor([length]).to(ids_BT), torch.arange(length, device=target.device)[None]
-    cache, hook = target.new_cache(1, length, 0), _FirstLayers(cast(Any, evictor).hook([length]))
+    cache = target.plain_cache(1, length, 0)
+    hook = _FirstLayers(cast(Any, evictor).hook([length]), _first_layers(target.info))
     forward(TokenBatch(pos_BT, ids_BT), cache, outputs=OutputRequest("none"), hook=hook)
     cache.commit(None, n_B)
     run = PromptRun(target, cache, (length,), ids_BT, n_B, root_B=ids_BT[:, -1], watched=hook.inner)
@@ -316,7 +322,7 @@ def _ask_selector(
             read[f"k_{layer}"] = k_BGTD[0, :, :S].transpose(0, 1)
             read[f"q_{layer}"] = q_BHTD[0, :, S:].transpose(0, 1)
 
-    store = target.new_cache(1, S + 1, 0)
+    store = target.plain_cache(1, S + 1, 0)
     rows = TokenBatch(torch.arange(S + 1, device=target.device)[None], ids_BT)
     step = forward(rows, store, outputs=OutputRequest("none", hidden=selector.outputs.hidden), hook=hook)
     store.rewind([S])
@@ -366,7 +372,7 @@ _KINDS = (
         prompt=_prompt,
         ask=_ask_evictor,
         distance=_plain_distance,
-        layers=FIRST,
+        layers=_first_layers,
         choice="kept_LGS",
         choose=_keep,
     ),

@@ -208,7 +208,7 @@ class Golden:
         """
         view = WideTarget(target)
         if self.kind.layers is not None:
-            view.info = replace(target.info, n_layers=min(self.kind.layers, target.info.n_layers))
+            view.info = replace(target.info, n_layers=self.kind.layers(target.info))
         forward = StoredForward(view, self.inputs)
         output, read = self.kind.ask(self._part(attach, view), view, forward, self.own)
         if missing := [name for name in read if name not in self.inputs]:

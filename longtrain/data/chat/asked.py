@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -37,7 +37,9 @@ class Unanswered:
         kind: text kind.
         messages: its turns.
         ids_T: its tokens in the target's chat template, up to the start of the answer.
-        key: hash of the tokens, and of what else determines an answer.
+        key: hash of the tokens, of the questions that follow, and of what else determines an answer.
+        more: questions that the user asks after the answer, each after the one before is answered.
+        more_tokens: most tokens that these questions take in the chat template.
     """
 
     name: str
@@ -45,6 +47,31 @@ class Unanswered:
     messages: tuple[Message, ...]
     ids_T: np.ndarray
     key: str
+    more: tuple[str, ...] = ()
+    more_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class WeightedQuestions:
+    """Different questions on one kind of text, and the weight of each in the draw of the next one."""
+
+    texts: tuple[str, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, forms: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> WeightedQuestions:
+        """Give a form of question its weight, 1 by default, in equal parts to its questions."""
+        shares: dict[str, float] = {}
+        for form, texts in forms.items():
+            for one in texts if weights.get(form, 1) else ():
+                shares[one] = shares.get(one, 0) + weights.get(form, 1) / len(texts)
+        return cls(tuple(shares), tuple(shares.values()))
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Draw up to `count` different questions."""
+        share = np.asarray(self.weights) / sum(self.weights)
+        at = rng.choice(len(self.texts), min(count, len(self.texts)), replace=False, p=share)
+        return [self.texts[index] for index in at.tolist()]
 
 
 @dataclass
@@ -62,6 +89,9 @@ class Asking:
         questions: text kind -> questions on text of this kind; `text` serves all other kinds.
         salt: what determines an answer besides the prompt; hashed into each key.
         sharing: number of processes of the job on this machine, for `Encoder`.
+        turns: fewest and most questions on a piece, one after the other; fewer if the context is full.
+        answer_tokens: most tokens of an answer.
+        stopping: asked before each document; True ends the prompts.
         counts: numbers of documents read, of prompts, and of prompts left out.
     """
 
@@ -69,9 +99,12 @@ class Asking:
     tokenizer: Any
     room: int
     document_tokens: tuple[int, int]
-    questions: Mapping[str, Sequence[str]]
+    questions: Mapping[str, WeightedQuestions]
     salt: Mapping[str, Any]
     sharing: int = 1
+    turns: tuple[int, int] = (1, 1)
+    answer_tokens: int = 0
+    stopping: Callable[[], bool] = lambda: False
     counts: Counter[str] = field(default_factory=Counter)
     _around: dict[str, int] = field(default_factory=dict)
     """Text kind -> tokens of its longest question without a piece of text."""
@@ -116,6 +149,8 @@ class Asking:
         stream = batches(documents(source, found, self._report(found), answered=False), SLICE_CHARS)
         for batch, texts in encoder.batches(stream):
             for document in batch:
+                if self.stopping():
+                    return
                 self.counts["documents"] += 1
                 ids_T = None if document.text is None else next(texts)
                 yield from self._of(document, ids_T, source)
@@ -146,7 +181,8 @@ class Asking:
         asked = document.kind if self.questions.get(document.kind) else "text"
         own = self.questions[asked]
         if asked not in self._around:
-            self._around[asked] = max(len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own)
+            around = (len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own.texts)
+            self._around[asked] = max(around)
         limit = self.room - self._around[asked] - SLACK
         config = replace(self.config, prompt_tokens=self.document_tokens, answer_tokens=1)
         pieces = cut_text(
@@ -162,19 +198,35 @@ class Asking:
             empty = False
             text = self.tokenizer.decode(piece.ids_T.tolist(), skip_special_tokens=True).strip()
             draw = hashlib.sha256(f"{self.config.seed}:{piece.document.name}".encode()).digest()
-            question = own[int.from_bytes(draw[:8], "big") % len(own)]
-            yield from self._fitting(piece.document.name, document.kind, [_user(f"{text}\n\n{question}")])
+            rng = np.random.default_rng(list(draw[:8]))
+            question, *more = own.draw(rng, int(rng.integers(self.turns[0], self.turns[1] + 1)))
+            first = [_user(f"{text}\n\n{question}")]
+            each = self._around[asked] + SLACK
+            yield from self._fitting(piece.document.name, document.kind, first, more, each)
         self.counts["short"] += empty
 
-    def _fitting(self, name: str, kind: str, messages: list[Message]) -> Iterator[Unanswered]:
-        """Yield a conversation, unless it is longer than the room."""
+    def _fitting(
+        self, name: str, kind: str, messages: list[Message], more: Sequence[str] = (), each: int = 0
+    ) -> Iterator[Unanswered]:
+        """Yield a conversation, unless it is longer than the room, with as many more questions as fit.
+
+        Args:
+            name: its name.
+            kind: text kind.
+            messages: its turns.
+            more: further questions.
+            each: most tokens of one of them.
+        """
         ids_T = self._ids(messages, name)
         if len(ids_T) > self.room:
             self.counts["long"] += 1
             return
-        salt = json.dumps(dict(self.salt), sort_keys=True)
+        if more:
+            more = tuple(more[: (self.room - len(ids_T)) // (each + self.answer_tokens)])
+        salt = json.dumps({**self.salt, "more": more} if more else dict(self.salt), sort_keys=True)
         key = hashlib.sha256(salt.encode() + ids_T.astype("<i8").tobytes()).hexdigest()
-        yield Unanswered(name, kind, tuple(messages), ids_T.astype(np.int32), key)
+        ids_T = ids_T.astype(np.int32)
+        yield Unanswered(name, kind, tuple(messages), ids_T, key, tuple(more), len(more) * each)
 
     def _ids(self, messages: list[Message], name: str) -> np.ndarray:
         return masks.render_prompt(self.tokenizer, messages, name=name)

@@ -25,7 +25,7 @@ from longtrain.errors import first_line
 SECONDS = 30.0
 """Time limit of a call; one of a million tokens takes a few seconds."""
 MEMORY = 4 * 2**30
-"""Bytes that a call may allocate in addition to the memory of this process."""
+"""Bytes that a call may allocate where there is one such process."""
 
 _one_at_a_time = threading.Lock()
 
@@ -40,10 +40,11 @@ class Bounded:
     Args:
         work: the function. It must return plain values, and sees this process's objects as they were at the
             first call.
+        memory: bytes that a call may allocate in addition to the memory of this process.
     """
 
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self.work = work
+    def __init__(self, work: Callable[..., Any], memory: int = MEMORY) -> None:
+        self.work, self.memory = work, memory
         self._owner, self._child = 0, 0
         self._pipe: Connection | None = None
 
@@ -87,7 +88,7 @@ class Bounded:
         with _quiet_fork():
             child = os.fork()
         if child == 0:
-            _serve(theirs, self.work)
+            _serve(theirs, self.work, self.memory)
         theirs.close()
         self._owner, self._child, self._pipe = os.getpid(), child, mine
         atexit.register(self.close)
@@ -107,7 +108,7 @@ def _quiet_fork() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _serve(pipe: Connection, work: Callable[..., Any]) -> None:
+def _serve(pipe: Connection, work: Callable[..., Any], memory: int) -> None:
     """Serve calls until the parent closes the pipe; never returns."""
     try:
         gc.freeze()  # never free inherited objects here, GPU tensors above all
@@ -123,7 +124,7 @@ def _serve(pipe: Connection, work: Callable[..., Any]) -> None:
             int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
         )
         if pages:
-            limit = pages * resource.getpagesize() + MEMORY
+            limit = pages * resource.getpagesize() + memory
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         while True:
             args, options = pipe.recv()

@@ -5,9 +5,11 @@ Shapes: T tokens of one conversation.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 AUDIT_FIRST, AUDIT_EVERY = 200, 50
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,10 +43,32 @@ class Conversations:
     limit: int | None
     counts: Counter[str]
     seen: int = 0
+    ready: deque[Any] = field(default_factory=deque)
+    """What another process has rendered of the next conversation, in the order in which it is needed."""
+    made: list[Any] = field(default_factory=list)
+    """What was rendered for this conversation."""
 
     def __post_init__(self) -> None:
         if self.config.mask == "auto":
             self.config = replace(self.config, mask=masks.usual(self.tokenizer))
+
+    def of(
+        self, document: Document, *, written: bool, ready: Iterable[Any] = ()
+    ) -> tuple[np.ndarray, np.ndarray] | PromptDocument | None:
+        """Return a conversation with its labels, or as a prompt where only its last answer is one, or None.
+
+        Args:
+            document: a document with messages.
+            written: the target writes the last answer.
+            ready: what `rendered_ahead` gives; the rest is rendered now.
+
+        Raises:
+            DataError: as for `labelled` and `prompt`.
+        """
+        self.ready, self.made = deque(ready), []
+        if written or self.config.labels == "last_answer":
+            return self.prompt(document, recorded=not written)
+        return self.labelled(document)
 
     def labelled(self, document: Document) -> tuple[np.ndarray, np.ndarray] | None:
         """Return ids and mask of a conversation, every answer a label; None if it is skipped (and counted).
@@ -63,7 +89,7 @@ class Conversations:
         rendered = self._render(messages, document.name)
         over = 0 if self.limit is None else len(rendered.ids_T) - self.limit
         if over > 0 and self.config.long_documents == "truncate" and self.config.mask != "all":
-            messages = shorten(self.tokenizer, messages, over)
+            messages = self._do(shorten, messages, over)
             rendered = self._render(messages, document.name)
             self.counts["truncated"] += 1
         self._check(rendered, messages, document.name)
@@ -132,7 +158,12 @@ class Conversations:
             masks.check_share(labels, tokens, self.counts["conversations"], "conversations")
 
     def _render(self, messages: list[Message], name: str) -> masks.Rendered:
-        return masks.render(self.tokenizer, messages, how=self.config.mask, name=name)
+        return self._do(masks.render, messages, how=self.config.mask, name=name)
+
+    def _do(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Return what `work` gives for the tokenizer, as another process has found it, or found now."""
+        self.made.append(self.ready.popleft() if self.ready else work(self.tokenizer, *args, **options))
+        return self.made[-1]  # type: ignore[no-any-return]
 
     def _check(self, rendered: masks.Rendered, messages: list[Message], name: str) -> None:
         """Audit the labels of the first conversations and of a sample of the others."""
@@ -150,12 +181,12 @@ class Conversations:
 
     def _fitted(self, messages: list[Message], name: str) -> tuple[list[Message], np.ndarray] | None:
         """Return the prompt's turns and tokens within the length limit; None if it is skipped."""
-        ids_T = masks.render_prompt(self.tokenizer, messages, name=name)
+        ids_T = self._do(masks.render_prompt, messages, name=name)
         room = len(ids_T) if self.limit is None else self.limit - self.config.answer_tokens
         if len(ids_T) > room and self.config.long_documents == "truncate":
             self.counts["truncated"] += 1
-            messages = shorten(self.tokenizer, messages, len(ids_T) - room)
-            ids_T = masks.render_prompt(self.tokenizer, messages, name=name)
+            messages = self._do(shorten, messages, len(ids_T) - room)
+            ids_T = self._do(masks.render_prompt, messages, name=name)
         if len(ids_T) > room and self.config.long_documents == "error":
             raise DataError(
                 f"the prompt of {name} has {len(ids_T)} tokens, the limit is {room} "
@@ -175,15 +206,29 @@ class Conversations:
         question = asked.get("question", "")
         if question and asked["content"].endswith(question) and asked["content"] != question:
             before = {**asked, "content": asked["content"].removesuffix(question).rstrip()}
-            without_T = masks.render_prompt(self.tokenizer, [*context, before], name=name)
+            without_T = self._do(masks.render_prompt, [*context, before], name=name)
         elif any(message["role"] != "system" for message in context):
-            without_T = masks.render(self.tokenizer, context, how="all", name=name).ids_T
+            without_T = self._do(masks.render, context, how="all", name=name).ids_T
         else:
             self.counts["inseparable"] += 1
             return len(ids_T)
         n = min(len(without_T), len(ids_T))
         differ = np.flatnonzero(without_T[:n] != ids_T[:n])
         return max(1, int(differ[0]) if len(differ) else n)
+
+
+def rendered_ahead(
+    config: DataConfig, limit: int | None, written: bool, tokenizer: Any, document: Document
+) -> list[Any]:
+    """Return what `Conversations.of` has rendered of a conversation, in one of the processes of an `Encoder`.
+
+    It ends with what fails, which is then done once more, and its error raised, by the process that asks.
+    """
+    # none of the first ones, and so none that is audited: that is done in the order of all conversations
+    here = Conversations(config, tokenizer, limit, Counter(), seen=AUDIT_FIRST)
+    with suppress(DataError):
+        here.of(document, written=written)
+    return here.made
 
 
 def _answers(messages: list[Message]) -> list[str]:

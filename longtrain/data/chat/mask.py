@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from longtrain.data.chat.bounded import Bounded, Failed
+from longtrain.data.chat.bounded import MEMORY, Bounded, Failed
+from longtrain.data.chat.prefixes import Prefixes
+from longtrain.data.read import encoder
 from longtrain.data.read.adapters import Message
 from longtrain.errors import DataError
 
@@ -105,6 +107,40 @@ def render_prompt(tokenizer: Any, messages: Sequence[Message], *, name: str) -> 
     return _ids(tokenizer, messages, name, add_generation_prompt=True)
 
 
+def render_next(
+    tokenizer: Any, messages: Sequence[Message], before: Sequence[int], *, name: str
+) -> list[int]:
+    """Return the ids of `render_prompt`, of which those of the prompt before the last answer are known.
+
+    A tokenizer splits a text at special tokens before anything else. So only what begins at the last special
+    token of the earlier prompt is tokenised, if the template repeats that prompt and its ids show that the
+    split is such; else the whole.
+
+    Args:
+        tokenizer: the tokenizer of the target.
+        messages: turns, the last two an answer and a question.
+        before: ids of the prompt that the answer was written for (`render_prompt` or this function).
+        name: name of the conversation in error messages.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    options: dict[str, Any] = {"name": name, "tokenize": False, "add_generation_prompt": True}
+    whole = str(apply_template(tokenizer, messages, **options))
+    earlier = str(apply_template(tokenizer, messages[:-2], **options))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    marks = {number: str(mark) for number, mark in tokenizer.added_tokens_decoder.items() if mark.special}
+    last = next((at for at in range(len(before) - 1, -1, -1) if before[at] in marks), None)
+    if last is not None and whole.startswith(earlier):
+        start = earlier.rfind(marks[before[last]])
+        if start >= 0 and encode(earlier[start:]) == list(before[last:]):
+            return [*before[:last], *encode(whole[start:])]
+    return encode(whole)
+
+
 def apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], *, name: str, **options: Any
 ) -> Any:
@@ -126,7 +162,8 @@ def apply_template(
     if _renderer is None or _renderer[0] is not tokenizer:
         if _renderer is not None:
             _renderer[1].close()
-        _renderer = tokenizer, Bounded(partial(_rendered, tokenizer))
+        prefixes = Prefixes(tokenizer) if Prefixes.serves(tokenizer) else None
+        _renderer = tokenizer, Bounded(partial(_rendered, tokenizer, prefixes), MEMORY // encoder.sharing)
     # tokenizer attributes that the template reads may have changed since the process was forked
     template = getattr(tokenizer, "chat_template", None)
     now = {"chat_template": template} if isinstance(template, str) else {}
@@ -140,8 +177,13 @@ def apply_template(
         ) from None
 
 
-def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
+def _rendered(
+    tokenizer: Any, prefixes: Prefixes | None, messages: list[Mapping[str, str]], **options: Any
+) -> Any:
     """Return the result of `apply_chat_template`: text, or arrays of its tokens, which are quick to send."""
+    if prefixes and options.get("tokenize") and not options.get("return_assistant_tokens_mask"):
+        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+        return {"input_ids": prefixes.encode(text)}
     found = tokenizer.apply_chat_template(messages, **options)
     if not isinstance(found, Mapping):
         return found

@@ -9,18 +9,19 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from longtrain.data.chat.conversations import Conversations
+from longtrain.data.chat.conversations import Conversations, rendered_ahead
 from longtrain.data.chat.held_out import HeldOut
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.packing.again import SourceAgain
 from longtrain.data.packing.prepared import PreparedWriter
 from longtrain.data.read.adapters import Document
-from longtrain.data.read.encoder import Encoder
+from longtrain.data.read.encoder import Chat, Encoder
 from longtrain.data.read.kept import KeptText
 from longtrain.data.read.sources import BATCH_DOCUMENTS, Inputs, batches, documents, groups, held_out
 from longtrain.data.retrieval.synthetic import check_synthetic, synthetic_documents
@@ -121,8 +122,8 @@ class Tokenise:
         before = self.counts["kept"] + self.counts["text only"]
         files = len(found["files"]) if source.reader == "text" else None
         stream = batches(self._follow(self._read(source, found), source, total=files))
-        for batch, texts in encoder.batches(stream):
-            self._add(writer, index, self._tokens(batch, texts, index, source))
+        for batch, made in encoder.batches(stream, self._chat(source)):
+            self._add(writer, index, self._tokens(batch, made, index, source))
         self.conversations.check_share()
         if self.counts["kept"] + self.counts["text only"] == before:
             first = f"; the first: {self.errors[0]}" if self.errors else ""
@@ -160,8 +161,8 @@ class Tokenise:
             for index, (source, found) in enumerate(sources):
                 if source.reader != "synthetic":
                     stream = batches(self._follow(self._read(source, found), source))
-                    for batch, texts in encoder.batches(stream):
-                        deque(self._tokens(batch, texts, index, source), maxlen=0)
+                    for batch, made in encoder.batches(stream, self._chat(source)):
+                        deque(self._tokens(batch, made, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
                 for items in groups(self._follow(self._synthetic(source), source), BATCH_DOCUMENTS):
@@ -237,24 +238,29 @@ class Tokenise:
         return False
 
     def _encoder(self) -> Encoder:
-        """Return what tokenises the running text of all sources."""
+        """Return what tokenises the running text of all sources, and much of their conversations."""
         config = self.config
         return Encoder(self.tokenizer, workers=config.tokenise_workers, append_eos=config.append_eos)
 
+    def _chat(self, source: SourceConfig) -> Chat:
+        """Return what a process of the encoder does with each conversation of a source."""
+        return partial(rendered_ahead, self.config, self.limit, self.config.written_by_target(source))
+
     def _tokens(
-        self, batch: list[Document], texts: Iterator[np.ndarray], index: int, source: SourceConfig
+        self, batch: list[Document], made: Iterator[Any], index: int, source: SourceConfig
     ) -> Iterator[Made]:
-        """Yield ids and mask of each document that is not skipped; `texts` are the ids of running text."""
+        """Yield ids and mask of each document that is not skipped; `made` is what the encoder gives."""
         self.counts["documents"] += len(batch)
         items: list[Made | PromptDocument] = []
         for document in batch:
             if document.text is not None:
-                ids_T = next(texts).astype(np.int64)
+                ids_T = next(made).astype(np.int64)
                 self._keep_text(document, ids_T, index)
                 items += self._cut(document, ids_T, source)
             elif document.messages is not None:
+                ready = next(made) or ()
                 try:
-                    items += self._conversation(document, source)
+                    items += self._conversation(document, source, ready)
                 except DataError as error:
                     self.report(error)
             else:
@@ -262,8 +268,7 @@ class Tokenise:
                 if item[1][1:].all():
                     self._keep_text(document, item[0], index)
                 items.append((document, *item))
-        for made in self._with_answers(items, source):
-            document, ids_T, mask_T = made
+        for document, ids_T, mask_T in self._with_answers(items, source):
             try:
                 kept = self._limited(document, ids_T, mask_T)
             except DataError as error:
@@ -301,13 +306,14 @@ class Tokenise:
         self.counts["short"] += not made
         return [*made]
 
-    def _conversation(self, document: Document, source: SourceConfig) -> list[Made | PromptDocument]:
+    def _conversation(
+        self, document: Document, source: SourceConfig, ready: Iterable[Any]
+    ) -> list[Made | PromptDocument]:
         written = self.config.written_by_target(source)
-        if written or self.config.labels == "last_answer":
-            prompt = self.conversations.prompt(document, recorded=not written)
-            return [] if prompt is None else [prompt]
-        tokens = self.conversations.labelled(document)
-        return [] if tokens is None else [(document, *tokens)]
+        found = self.conversations.of(document, written=written, ready=ready)
+        if found is None:
+            return []
+        return [found if isinstance(found, PromptDocument) else (document, *found)]
 
     def _with_answers(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
         """Yield prompts with their responses, recorded or generated now; other documents unchanged."""

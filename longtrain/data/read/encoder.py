@@ -1,4 +1,4 @@
-"""Tokenises texts: a few in this process, many in several, a bounded number of them in memory at a time.
+"""Tokenises documents: a few in this process, many in several, a bounded number in memory at a time.
 
 Shapes: T tokens of one text.
 """
@@ -11,13 +11,13 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,8 +41,14 @@ KILLED = (
     "++data.tokenise_workers=1, or 0"
 )
 
-Encoded = tuple[list[Document], Iterator[np.ndarray]]
-"""Documents, and the token ids (int32) of those with a text, in the same order."""
+T = TypeVar("T")
+Chat = Callable[[Any, Document], Any]
+"""What a process does with the tokenizer and a conversation; it and its result can be pickled."""
+Encoded = tuple[list[Document], Iterator[Any]]
+"""Documents, and what was made of those with a text (token ids, int32) or turns (see `Encoder.batches`)."""
+
+sharing = 1
+"""Number of processes that share this work and its memory, in one of an `Encoder`'s processes."""
 
 
 def usual_workers(sharing: int = 1) -> int:
@@ -96,7 +102,7 @@ class Encoder:
             log.info("tokenised characters=%d processes=%d", self._chars, self._workers if self._pool else 1)
         self._pool = None
 
-    def batches(self, stream: Iterable[list[Document]]) -> Iterator[Encoded]:
+    def batches(self, stream: Iterable[list[Document]], chat: Chat | None = None) -> Iterator[Encoded]:
         """Yield batches of documents in their order, each with the token ids of its texts.
 
         A bounded number of batches is in memory: `AHEAD_BATCHES` before the processes are started, and then
@@ -104,40 +110,42 @@ class Encoder:
 
         Args:
             stream: documents; those without a text are passed on.
+            chat: applied to each conversation by the processes; its result is an item among those of texts,
+                None as long as there are no processes. Without `chat` a conversation has no item.
 
         Raises:
             DataError: the tokenizer fails, or a process was killed.
         """
-        for batch, texts in self._encoded(iter(stream)):
-            yield batch, (np.append(ids_T, self._end) for ids_T in texts)
+        for batch, made in self._encoded(iter(stream), chat):
+            yield batch, (np.append(one, self._end) if isinstance(one, np.ndarray) else one for one in made)
 
-    def _encoded(self, stream: Iterator[list[Document]]) -> Iterator[Encoded]:
+    def _encoded(self, stream: Iterator[list[Document]], chat: Chat | None) -> Iterator[Encoded]:
         """Yield batches with the token ids of their texts; a little text is tokenised in this process."""
         ahead: deque[list[Document]] = deque()
-        while not self._workers or self._chars + sum(map(_chars, ahead)) < self._from_chars:
+        while not self._workers or self._chars + sum(_chars(one, chat) for one in ahead) < self._from_chars:
             batch = next(stream, None)
             if batch is not None:
                 ahead.append(batch)
             while ahead and (
-                batch is None or not self._workers or len(ahead) > AHEAD_BATCHES or not _chars(ahead[0])
+                batch is None or not self._workers or len(ahead) > AHEAD_BATCHES or not _chars(ahead[0], chat)
             ):
                 first = ahead.popleft()
-                self._chars += _chars(first)
-                yield first, iter(encode(self.tokenizer, _texts(first)))
+                self._chars += _chars(first, chat)
+                yield first, iter(_made(self.tokenizer, _items(first, chat), None))
             if batch is None:
                 return
-        yield from self._encoded_in_processes(_drained(ahead, stream))
+        yield from self._encoded_in_processes(_drained(ahead, stream), chat)
 
-    def _encoded_in_processes(self, stream: Iterator[list[Document]]) -> Iterator[Encoded]:
+    def _encoded_in_processes(self, stream: Iterator[list[Document]], chat: Chat | None) -> Iterator[Encoded]:
         """Yield batches with the token ids of their texts, whose slices several processes tokenise.
 
         Whoever takes them does not wait for more to be read if the next is ready, or has no text.
         """
-        waiting: deque[tuple[list[Document], list[Future[list[np.ndarray]]]]] = deque()
+        waiting: deque[tuple[list[Document], list[Future[list[Any]]]]] = deque()
         n_slices = 0
         for batch in stream:
-            self._chars += _chars(batch)
-            futures = [self._submit(texts) for texts in _slices(_texts(batch))]
+            self._chars += _chars(batch, chat)
+            futures = [self._submit(items, chat) for items in _slices(_items(batch, chat))]
             waiting.append((batch, futures))
             n_slices += max(1, len(futures))
             ready = all(future.done() for future in waiting[0][1])
@@ -150,12 +158,12 @@ class Encoder:
             batch, futures = waiting.popleft()
             yield batch, _taken(futures)
 
-    def _submit(self, texts: list[str]) -> Future[list[np.ndarray]]:
-        """Have one of the processes tokenise texts; the first call starts them."""
+    def _submit(self, items: list[Document], chat: Chat | None) -> Future[list[Any]]:
+        """Have one of the processes tokenise documents; the first call starts them."""
         if self._pool is None:
             log.info("tokenising processes=%d", self._workers)
             self._pool = _Pool(self.tokenizer, self._workers)
-        return self._pool.submit(texts)
+        return self._pool.submit(items, chat)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
@@ -165,7 +173,7 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
         DataError: the tokenizer fails.
     """
     found: list[np.ndarray] = []
-    for some in _slices(texts):
+    for some in _slices(texts, len):
         try:
             encoded = tokenizer(
                 some, return_attention_mask=False, return_token_type_ids=False, verbose=False
@@ -187,17 +195,17 @@ class _Pool:
     def __init__(self, tokenizer: Any, workers: int) -> None:
         self._tokenizer = _Pickled(tokenizer)
         self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._tokenizer,)
+            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._tokenizer, workers)
         )
 
-    def submit(self, texts: list[str]) -> Future[list[np.ndarray]]:
-        """Return the coming token ids of texts.
+    def submit(self, items: list[Document], chat: Chat | None = None) -> Future[list[Any]]:
+        """Return the coming token ids of texts, and what `chat` makes of conversations.
 
         Raises:
             DataError: a process was killed.
         """
         try:
-            return self._pool.submit(_encode, texts)
+            return self._pool.submit(_work, items, chat)
         except BrokenProcessPool as error:
             raise DataError(KILLED) from error
 
@@ -247,18 +255,18 @@ _tokenizer: Any = None
 """The tokenizer of a worker process."""
 
 
-def _begin(pickled: Any) -> None:
+def _begin(pickled: Any, workers: int) -> None:
     """Start a worker, whose tokenizer starts no threads of its own.
 
     Signals are left to the parent process, which may finish its work first. A worker whose parent was killed
     would wait for work for ever; a thread ends it.
     """
-    global _tokenizer
+    global _tokenizer, sharing
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = pickled.value()
+    _tokenizer, sharing = pickled.value(), workers
 
 
 def _end_with_parent() -> None:
@@ -269,17 +277,32 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(texts: list[str]) -> list[np.ndarray]:
-    return encode(_tokenizer, texts)
+def _work(items: list[Document], chat: Chat | None) -> list[Any]:
+    return _made(_tokenizer, items, chat)
 
 
-def _texts(batch: list[Document]) -> list[str]:
-    return [document.text for document in batch if document.text is not None]
+def _made(tokenizer: Any, items: list[Document], chat: Chat | None) -> list[Any]:
+    """Return the token ids of texts and what `chat` makes of conversations, in their order."""
+    ids = iter(encode(tokenizer, [item.text for item in items if item.text is not None]))
+    return [
+        next(ids) if item.text is not None else chat and chat(tokenizer, item)  # without `chat`: None
+        for item in items
+    ]
 
 
-def _chars(batch: list[Document]) -> int:
-    """Return the number of characters of a batch's texts."""
-    return sum(map(len, _texts(batch)))
+def _items(batch: list[Document], chat: Chat | None) -> list[Document]:
+    """Return the documents of a batch that are tokenised here: texts, and with `chat` conversations."""
+    return [one for one in batch if one.text is not None or (chat and one.messages is not None)]
+
+
+def _size(document: Document) -> int:
+    """Return the number of characters of a document's text or turns."""
+    return len(document.text or "") + sum(len(turn["content"]) for turn in document.messages or ())
+
+
+def _chars(batch: list[Document], chat: Chat | None) -> int:
+    """Return the number of characters of a batch that are tokenised here."""
+    return sum(map(_size, _items(batch, chat)))
 
 
 def _drained(ahead: deque[list[Document]], stream: Iterator[list[Document]]) -> Iterator[list[Document]]:
@@ -289,27 +312,27 @@ def _drained(ahead: deque[list[Document]], stream: Iterator[list[Document]]) -> 
     yield from stream
 
 
-def _taken(futures: list[Future[list[np.ndarray]]]) -> Iterator[np.ndarray]:
+def _taken(futures: list[Future[list[Any]]]) -> Iterator[Any]:
     """Wait for a batch's tokens.
 
     Raises:
         DataError: the tokenizer fails, or a process was killed.
     """
     try:
-        return iter([ids_T for future in futures for ids_T in future.result()])
+        return iter([one for future in futures for one in future.result()])
     except BrokenProcessPool as error:
         raise DataError(KILLED) from error
 
 
-def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most `SLICE_CHARS` characters, or of one longer text."""
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        if some and size + len(text) > SLICE_CHARS:
+def _slices(items: Sequence[T], size: Callable[[Any], int] = _size) -> Iterator[list[T]]:
+    """Yield texts or documents in lists of at most `SLICE_CHARS` characters, or of one longer item."""
+    some: list[T] = []
+    chars = 0
+    for item in items:
+        if some and chars + size(item) > SLICE_CHARS:
             yield some
-            some, size = [], 0
-        some.append(text)
-        size += len(text)
+            some, chars = [], 0
+        some.append(item)
+        chars += size(item)
     if some:
         yield some

@@ -134,4 +134,4 @@ def choose(selector: Selector, root_B: Tensor) -> None:
 
 def new_selected_cache(target: Target, batch: int, max_tokens: int, max_nodes: int) -> SelectedCache:
     """An empty cache that reads selected entries; same arguments as `Target.new_cache`."""
-    return SelectedCache(target.new_cache(batch, max_tokens, max_nodes))
+    return SelectedCache(target.plain_cache(batch, max_tokens, max_nodes))

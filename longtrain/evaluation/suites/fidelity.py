@@ -88,7 +88,7 @@ class OwnAnswers(Texts):
     task: Task
     lengths: tuple[int, ...] = ()
     n_cut: int = 0
-    _own: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
+    _own: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
     """Bytes of a system's own kind of cache for a prompt length."""
 
     @property
@@ -126,7 +126,7 @@ class OwnAnswers(Texts):
         kept = read = steps.kept_entries
         held = entry * info.entries(count, kept=kept)
         if parts.cache is not None:
-            held = self._cache_bytes(parts, count)
+            held = self._cache_bytes(parts, count, near=entry * info.entries(count, kept=0))
         if parts.selector is not None:
             budget = parts.selector.budget
             dense = len({*budget.dense_layers} & {*info.full_layers}) / len(info.full_layers)
@@ -141,12 +141,18 @@ class OwnAnswers(Texts):
             "full_cache_bytes": float(entry * info.entries(count)),
         }
 
-    def _cache_bytes(self, parts: Parts, count: int) -> int:
-        """Bytes of an own cache for one prompt, whatever the prompts that are read together."""
+    def _cache_bytes(self, parts: Parts, count: int, *, near: float) -> float:
+        """Bytes of an own cache for one prompt, whatever the prompts that are read together.
+
+        Of layers with a window these are the `near` bytes of what later tokens see, as in the full cache.
+        """
+        from longtrain.cache.layered import LayeredCache
+
         assert parts.cache is not None
         key = (id(parts.cache), count)
         if key not in self._own:
-            self._own[key] = parts.cache(1, count, 1).bytes()
+            cache = parts.cache(1, count, 1)
+            self._own[key] = cache.full.bytes() + near if isinstance(cache, LayeredCache) else cache.bytes()
         return self._own[key]
 
 

@@ -1,63 +1,72 @@
-"""Writes answers in batches that stay full: finished ones make room for the next prompts at intervals.
+"""Writes answers in places that stay full: where a conversation ends, the next begins while others go on.
 
-The engine decodes a batch until its last sequence has ended, so one long answer would leave the other places
-empty. Here a call of the engine writes a limited number of tokens, a turn. Finished answers then leave the
-batch, and the others go on in the next turn with their text so far as part of the prompt, beside new prompts.
-Random draws depend on seed, prompt and position alone, so turns change nothing in the distribution.
+A conversation keeps its place, and the KV entries in it, from question to question. Its next prompt is
+rendered whole by the chat template; what is new in it is all that the target reads (`Places.go_on`).
 
-What a turn does depends only on its batch, which is recorded before it begins. A stopped run therefore
-repeats that turn, and writes the same answers as one that was not stopped.
+Random draws depend on seed, prompt and position alone. An answer is therefore the same whatever is beside it
+and whenever it begins, up to the rounding of a forward. A stopped run begins its unfinished conversations
+anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from longtrain.data.chat.asked import Unanswered
+from longtrain.data.read.adapters import Message
 from longtrain.jobs.answering.files import AnswerFiles
+from longtrain.jobs.answering.places import PREFILL_SPEED, Places
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
-WINDOW_BATCHES = 16
-"""Most prompts that are sorted by length at a time, in batches: neighbours then need little padding.
-
-The first window is one batch, and each of the next is twice as long. Writing then begins soon, and a run that
-is stopped early has answered more than the longest prompts of a large window."""
-TURNS = 4
-"""Turns of the longest answer, as long as prompts are short."""
-PROMPT_SHARE = 4
-"""A turn has at least this part of the longest prompt's tokens: every turn reads the prompts again, which
-costs much less a token than writing does."""
-SHORTEST_TURN = 32
-"""Fewest tokens of a turn, for which the engine records CUDA graphs."""
-
-
-class Write(Protocol):
-    """Continues prompts by at most that many tokens, each with the random draws of its id."""
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], tokens: int, sequence_ids: Sequence[int]
-    ) -> tuple[list[list[int]], list[bool]]:
-        """Return the new tokens of each prompt, and True where the last of them is an end token."""
+PREFILL_TOKENS = 16384
+"""Most tokens of prompts that are read together, padding included; a longer one is read alone."""
+JOINING = 16
+"""Prompts are read together for at most this part of the places, which are empty until all are free."""
+NEXT_STEPS = 8
+"""Steps that a place waits for its next question, which another thread renders. It waits as long whenever
+that is done, so that what happens in a run does not depend on the speed of the host."""
 
 
 @dataclass
-class Started:
-    """An answer that is being written."""
+class Conversation:
+    """A conversation that is being written.
+
+    Args:
+        asked: its first prompt.
+        messages: its turns so far.
+        ids: tokens of the present prompt.
+        answer: tokens of the answer to it.
+        n_tokens: tokens of the answers before.
+        cut: True if an answer was cut.
+    """
 
     asked: Unanswered
-    tokens: list[int]
+    messages: list[Message]
+    ids: list[int]
+    answer: list[int] = field(default_factory=list)
+    n_tokens: int = 0
+    cut: bool = False
 
     @property
-    def length(self) -> int:
-        """Number of tokens of prompt and answer so far."""
-        return len(self.asked.ids_T) + len(self.tokens)
+    def draws(self) -> int:
+        """Id of the present answer in random draws."""
+        asked = sum(turn["role"] == "user" for turn in self.messages[len(self.asked.messages) :])
+        key = hashlib.sha256(f"{self.asked.key}:{asked}".encode()).hexdigest() if asked else self.asked.key
+        return int(key[:15], 16)
+
+    def common(self, ids: Sequence[int]) -> int:
+        """Number of first tokens that a longer prompt shares with what is in the cache."""
+        held = [*self.ids, *self.answer[:-1]]
+        pairs = zip(held, ids, strict=False)
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(held), len(ids)))
 
 
 @dataclass
@@ -65,119 +74,199 @@ class AnswerBatches:
     """Answers all prompts of a part.
 
     Args:
-        files: where answers and state are written.
-        write: the engine.
+        files: where answers are written.
+        make: makes places: at most the first number, each with room for the second number of tokens.
         text: decodes an answer's tokens.
+        render: (messages, tokens of the earlier prompt, name) -> tokens of a conversation's next prompt.
+        ends: token ids that end an answer.
         answer_tokens: most tokens of an answer.
-        batch: most prompts in a call of the engine.
-        batch_tokens: most tokens of a call, padding and new tokens included; a longer prompt is answered
-            alone.
-        advance: called after each turn with (what, number of answers finished in it).
+        batch: most places.
+        advance: called after each answer with (what, 1).
     """
 
     files: AnswerFiles
-    write: Write
+    make: Callable[[int, int], Places]
     text: Callable[[list[int]], str]
+    render: Callable[[list[Message], list[int], str], list[int]]
+    ends: frozenset[int]
     answer_tokens: int
     batch: int
-    batch_tokens: int
     advance: Callable[[str, int], None] = lambda what, done: None
-    live: list[Started] = field(default_factory=list)
-    n_windows: int = 0
+    live: dict[int, Conversation] = field(default_factory=dict)
+    places: Places | None = None
     n_tokens: int = 0
     n_answers: int = 0
     n_cut: int = 0
     n_empty: int = 0
     seconds: float = 0.0
+    waited_s: float = 0.0
+    """Seconds spent waiting for prompts, of `seconds`."""
+    spent: Counter[str] = field(default_factory=Counter)
+    """Counts of the places used so far: prefilled and fed tokens, steps, tokens that they could have
+    drawn, and seconds of prefills."""
+    _queue: deque[Unanswered] = field(default_factory=deque)
+    _longer: list[Unanswered] = field(default_factory=list)
+    """Prompts that the present places are too small for."""
+    _group: list[Unanswered] = field(default_factory=list)
+    """The next prompts that are read together."""
+    _next: deque[tuple[int, int, Message, Future[list[int]]]] = field(default_factory=deque)
+    """Step at which a place goes on, its number, and its next question, which is being rendered."""
+
+    def times(self) -> str:
+        """Say what was read and written, how full the places were, and where the time went."""
+        self._close()
+        spent, drawn = self.spent, self.n_tokens + self.spent["fed"]
+        prefill_s = spent["prefill_us"] / 1e6
+        return (
+            f"prefilled tokens={spent['prefilled']} seconds={prefill_s:.1f}; "
+            f"fed tokens={spent['fed']}; decoding steps={spent['steps']} "
+            f"full={100 * drawn / max(spent['room'], 1):.0f}% "
+            f"seconds={self.seconds - prefill_s - self.waited_s:.1f}; "
+            f"waited for prompts seconds={self.waited_s:.1f}"
+        )
+
+    def _close(self) -> None:
+        """Count what the present places have done, and let go of them."""
+        if (one := self.places) is not None:
+            self.spent.update(prefilled=one.prefilled, fed=one.fed, steps=one.steps, room=one.steps * one.n)
+            self.spent["prefill_us"] += round(1e6 * one.prefill_s)
+        self.places = None
 
     def run(self, prompts: Iterator[Unanswered], stopping: Callable[[], bool] = lambda: False) -> bool:
         """Answer the prompts that have no answer yet.
 
         Args:
             prompts: all prompts of the part, in the same order in each run.
-            stopping: asked before each turn; True ends the run, to be resumed.
+            stopping: asked before each step; True ends the run, to be resumed.
 
         Returns:
             True if nothing is left.
         """
-        queue = self._resume(prompts)
-        while True:
-            if stopping():
-                return False
-            chosen, turn = self._next(queue, prompts)
-            self.files.begin([(one.asked.key, one.tokens) for one in self.live])
-            if not chosen:
-                return True
-            self._turn(chosen, turn)
-
-    def _resume(self, prompts: Iterator[Unanswered]) -> deque[Unanswered]:
-        """Find the unfinished answers' prompts again; returns the prompts that were read and not begun."""
-        tokens, found = self.files.started, dict[str, Unanswered]()
-        queue: deque[Unanswered] = deque()
-        while len(found) < len(tokens) and (window := self._window(prompts)):
-            for asked in window:
-                if asked.key in tokens:
-                    found[asked.key] = asked
-                else:
-                    queue.append(asked)
-        self.live = [Started(found[key], ids) for key, ids in tokens.items() if key in found]
-        if lost := len(tokens) - len(found):
-            log.warning("unfinished answers=%d dropped: their prompts are no longer in the data", lost)
-        return deque(asked for asked in queue if asked.key not in self.files.done)
-
-    def _window(self, prompts: Iterator[Unanswered]) -> list[Unanswered]:
-        """Read the next prompts, sorted by length, the longest first."""
-        window = list(islice(prompts, min(2**self.n_windows, WINDOW_BATCHES) * self.batch))
-        self.n_windows += 1
-        return sorted(window, key=lambda asked: (-len(asked.ids_T), asked.key))
-
-    def _next(self, queue: deque[Unanswered], prompts: Iterator[Unanswered]) -> tuple[list[Started], int]:
-        """Fill the batch, and return the answers that the next turn writes and its number of tokens."""
-        while len(self.live) < self.batch:
-            if not queue:
-                window = self._window(prompts)
-                if not window:
-                    break
-                queue.extend(asked for asked in window if asked.key not in self.files.done)
-                continue
-            self.live.append(Started(queue.popleft(), []))
-        n = min(self.batch, max(1, len(self.live)))
-        while True:
-            chosen = self.live[:n]
-            longest = max((one.length for one in chosen), default=0)
-            turn = max(SHORTEST_TURN, -(-self.answer_tokens // TURNS), longest // PROMPT_SHARE)
-            turn = min(turn, max((self.answer_tokens - len(one.tokens) for one in chosen), default=0))
-            if n == 1 or len(chosen) * (longest + turn) <= self.batch_tokens:
-                return chosen, turn
-            n = n // 2
-
-    def _turn(self, chosen: list[Started], turn: int) -> None:
-        """Write the next tokens of some answers, and store those that are finished."""
         started_s = time.perf_counter()
-        contexts = [[*one.asked.ids_T.tolist(), *one.tokens] for one in chosen]
-        ids = [int(one.asked.key[:15], 16) for one in chosen]
-        news, ended = self.write(contexts, turn, ids)
-        finished = set[str]()
-        for one, new, over in zip(chosen, news, ended, strict=True):
-            left = self.answer_tokens - len(one.tokens)
-            whole = over and len(new) <= left
-            one.tokens.extend(new[:left])
-            self.n_tokens += min(left, len(new))
-            if whole or len(one.tokens) == self.answer_tokens:
-                finished.add(one.asked.key)
-                self._store(one, whole=whole)
-        self.live = [one for one in self.live if one.asked.key not in finished]
-        self.seconds += time.perf_counter() - started_s
-        self.advance(f"answers, {self.n_tokens / max(self.seconds, 1e-9):.0f} tokens/s", len(finished))
+        with ThreadPoolExecutor(1) as renderer:
+            while not stopping():
+                self._begin(prompts)
+                if not self.live:
+                    return not stopping()
+                assert self.places is not None
+                for place, token in self.places.step():
+                    self._take(place, token, renderer)
+                self._go_on()
+                self.seconds = time.perf_counter() - started_s
+        log.info("stopped; unfinished conversations=%d are begun anew", len(self.live))
+        return False
 
-    def _store(self, one: Started, *, whole: bool) -> None:
-        """Append an answer to the file, unless it is blank."""
-        text = self.text(one.tokens[:-1] if whole else one.tokens)
+    def needs(self, asked: Unanswered) -> int:
+        """Most tokens of a conversation with all its questions and answers."""
+        return len(asked.ids_T) + asked.more_tokens + (1 + len(asked.more)) * self.answer_tokens
+
+    def _begin(self, prompts: Iterator[Unanswered]) -> None:
+        """Fill free places with the next prompts, as long as there are enough for all of a group."""
+        while self.places is None or len(self.live) < self.places.n:
+            self._fill(prompts)
+            if not self._group:
+                return
+            longest = max(map(self.needs, self._group))
+            if self.places is None or longest > self.places.slots:
+                if self.live:
+                    return
+                self._close()  # its memory is free before the next takes it
+                longest = max(map(self.needs, (*self._group, *self._queue)))
+                self.places = self.make(min(self.batch, len(self._group) + len(self._queue)), longest)
+                self._queue.extendleft(reversed(self._group))
+                self._group = []
+                continue
+            free = [place for place in range(self.places.n) if place not in self.live]
+            if len(free) < len(self._group):
+                return
+            begun = [Conversation(one, [*one.messages], one.ids_T.tolist()) for one in self._group]
+            free = free[: len(begun)]
+            ids, draws = [one.ids for one in begun], [one.draws for one in begun]
+            self.places.begin(free, ids, draws, most=self.answer_tokens)
+            self.live.update(zip(free, begun, strict=True))
+            self._group = []
+
+    def _fill(self, prompts: Iterator[Unanswered]) -> None:
+        """Choose the next group, of prompts of similar length: those of a batch are sorted, longest first.
+
+        Prompts that need larger places wait until there is a batch of them, since all places are then made
+        anew, or until the others end.
+        """
+        while not self._group and not self._queue:
+            started_s = time.perf_counter()
+            window = list(islice(prompts, self.batch))
+            self.waited_s += time.perf_counter() - started_s
+            left = [asked for asked in window if asked.key not in self.files.done]
+            if self.places is not None:
+                slots = self.places.slots
+                self._longer += [asked for asked in left if self.needs(asked) > slots]
+                left = [asked for asked in left if self.needs(asked) <= slots]
+            if len(self._longer) >= self.batch or not window:
+                left, self._longer = left + self._longer, []
+            self._queue.extend(sorted(left, key=lambda asked: (-len(asked.ids_T), asked.key)))
+            if not window and not left:
+                return
+        most = max(1, (self.places.n if self.places else 1) // JOINING)
+        while self._queue and len(self._group) < most:
+            if self._group and (len(self._group) + 1) * len(self._group[0].ids_T) > PREFILL_TOKENS:
+                return
+            self._group.append(self._queue.popleft())
+
+    def _take(self, place: int, token: int, renderer: ThreadPoolExecutor) -> None:
+        """Add a token to an answer; at its end ask the next question, or store the conversation."""
+        one = self.live[place]
+        one.answer.append(token)
+        self.n_tokens += 1
+        over = token in self.ends
+        if not over and len(one.answer) < self.answer_tokens:
+            return
+        text = self.text(one.answer[:-1] if over else one.answer)
         if not text.strip():
             self.n_empty += 1
-            self.files.skip(one.asked)
+            self._end(place)
             return
+        turn = len(one.messages) - len(one.asked.messages)
+        one.messages.append({"role": "assistant", "content": text})
+        one.n_tokens += len(one.answer)
+        one.cut |= not over
         self.n_answers += 1
-        self.n_cut += not whole
-        finish = "stop_id" if whole else "length"
-        self.files.add(one.asked, text, tokens=len(one.tokens), finish=finish)
+        self.n_cut += not over
+        self.advance(f"answers, {self.n_tokens / max(self.seconds, 1e-9):.0f} tokens/s", 1)
+        if turn // 2 == len(one.asked.more):
+            self._end(place)
+            return
+        assert self.places is not None
+        self.places.stop(place, kept=len(one.ids) + len(one.answer) - 1)
+        question: Message = {"role": "user", "content": one.asked.more[turn // 2]}
+        coming = renderer.submit(self.render, [*one.messages, question], one.ids, one.asked.name)
+        self._next.append((self.places.steps + NEXT_STEPS, place, question, coming))
+
+    def _go_on(self) -> None:
+        """Let places go on whose next question is due; without any other work that is at once."""
+        assert self.places is not None
+        while self._next and (self._next[0][0] <= self.places.steps or not self.places.busy):
+            _, place, question, coming = self._next.popleft()
+            one, ids = self.live[place], coming.result()
+            if len(ids) + self.answer_tokens > self.needs(one.asked):
+                self._end(place)
+                continue
+            common = min(one.common(ids), len(ids) - 1)
+            one.messages.append(question)
+            one.ids, one.answer = ids, []
+            if (len(ids) - common) * PREFILL_SPEED > len(ids):
+                self.places.begin([place], [ids], [one.draws], most=self.answer_tokens)
+            else:
+                self.places.go_on(place, common, ids[common:], one.draws, most=self.answer_tokens)
+
+    def _end(self, place: int) -> None:
+        """Store a conversation up to its last answer, and free its place."""
+        assert self.places is not None
+        one = self.live.pop(place)
+        self.places.stop(place)
+        while one.messages[-1]["role"] == "user" and len(one.messages) > len(one.asked.messages):
+            one.messages.pop()
+        if len(one.messages) == len(one.asked.messages):
+            self.files.skip(one.asked)
+        else:
+            finish = "length" if one.cut else "stop_id"
+            self.files.add(one.asked, one.messages, tokens=one.n_tokens, finish=finish)

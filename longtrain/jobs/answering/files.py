@@ -1,7 +1,7 @@
 """Files of the job `answers`: JSON lines of answered conversations, and the state that a stopped run resumes.
 
 Each part of the work writes its own file of answers, which is a journal: its lines have checksums, and are
-conversations for `data.conversations`. The state beside it holds the answers that are being written.
+conversations for `data.conversations`. The state beside it lists the prompts whose answers were blank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.data.chat.asked import Unanswered
+from longtrain.data.read.adapters import Message
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import read_sealed, sealed, write_files
 from longtrain.journals import Journal, read_journal
@@ -37,10 +38,7 @@ class AnswerFiles:
         self._state = folder / "state" / f"{name}.json"
         self._check(dict(settings))
         self._journal = Journal(self.rows / f"{name}.jsonl")
-        state = _sealed(self._state) or {"started": [], "blank": []}
-        self.started: dict[str, list[int]] = {str(key): list(ids) for key, ids in state["started"]}
-        """Key of each unfinished answer -> its tokens so far, in the order in which they were begun."""
-        self._blank: list[str] = list(state["blank"])
+        self._blank: list[str] = list((_sealed(self._state) or {"blank": []})["blank"])
         self.done: set[str] = {*self._keys(), *self._blank}
         """Keys of all finished answers, blank ones and those of other parts included."""
 
@@ -63,27 +61,25 @@ class AnswerFiles:
             for _, row in read_journal(path, advice=AGAIN):
                 yield str(row["key"])
 
-    def begin(self, started: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Record the answers that the coming calls of the engine write, with their tokens so far."""
-        self.started = {key: list(ids) for key, ids in started}
-        state = {"started": [[key, ids] for key, ids in self.started.items()], "blank": self._blank}
-        write_files(self._state.parent, {self._state.name: sealed(state)})
-
     def skip(self, asked: Unanswered) -> None:
         """Record an answer without any text, which is not asked for again."""
-        if asked.key not in self.done:
-            self.done.add(asked.key)
-            self._blank.append(asked.key)
-
-    def add(self, asked: Unanswered, text: str, *, tokens: int, finish: str) -> None:
-        """Append an answered conversation, unless a run that was killed had appended it."""
-        if asked.key in self.done:
-            return
         self.done.add(asked.key)
-        messages = [*asked.messages, {"role": "assistant", "content": text}]
+        self._blank.append(asked.key)
+        write_files(self._state.parent, {self._state.name: sealed({"blank": self._blank})})
+
+    def add(self, asked: Unanswered, messages: Sequence[Message], *, tokens: int, finish: str) -> None:
+        """Append an answered conversation.
+
+        Args:
+            asked: its first prompt.
+            messages: all turns.
+            tokens: number of tokens of its answers.
+            finish: `length` if an answer was cut, else `stop_id`.
+        """
+        self.done.add(asked.key)
         self._journal.append(
             {
-                "messages": messages,
+                "messages": list(messages),
                 "name": asked.name,
                 "kind": asked.kind,
                 "tokens": tokens,
@@ -93,10 +89,8 @@ class AnswerFiles:
         )
 
     def close(self) -> None:
-        """Close the part's file; a state that says nothing is removed."""
+        """Close the part's file, and remove it if it is empty."""
         self._journal.close()
-        if not self.started and not self._blank:
-            self._state.unlink(missing_ok=True)
         if not self._journal.path.stat().st_size:
             self._journal.path.unlink()
 

@@ -64,6 +64,8 @@ TILES = {
     ),
 }
 """By bits: the first tile with room for all packed rows is used, or else the last."""
+WIDE = BlockTile(rows=16, warps=4, stages=2, resident=2)
+"""The tile for heads of 256 and any number of packed rows, chosen by what the compiler makes of it."""
 
 
 def hier_attention(
@@ -103,7 +105,7 @@ def hier_attention(
     assert tile is None or isinstance(tile, BlockTile)
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
     if tile is None:  # head_dim < 128: a tile of 32 rows changes the rounding, so keep 16 for bit-exactness
-        tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
+        tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits, D)
     programs = B * G * -(-T * group // tile.rows)
     fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
     splits = splits or 1 + merging.splits_for(*fill, q_BHTD.device, beside=1)
@@ -129,8 +131,10 @@ def hier_attention(
         return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
 
-def tile_for(rows: int, bits: int) -> BlockTile:
+def tile_for(rows: int, bits: int, head_dim: int) -> BlockTile:
     """The tile for this number of packed rows."""
+    if head_dim > 128:
+        return WIDE
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
@@ -144,7 +148,7 @@ def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dty
         head_dim: size of a head.
         dtype: dtype of queries and ring.
     """
-    general = tile_for(rows, bits)
+    general = tile_for(rows, bits, head_dim)
     if fragments.takes(rows, bits, group, head_dim, dtype):
         return (*fragments.candidates(rows, bits, group), general)
     others = (

@@ -30,7 +30,7 @@ BLOCK = 128
 """Tokens of a quantised block: the group that shares a key channel's step and zero."""
 RING = 3 * BLOCK
 """Positions of the ring: two blocks of recent tokens, and one of tokens not accepted yet."""
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 """Supported head sizes; the group of a value is its head."""
 BYTE_ORDER = (0, 2, 1, 3)
 """Byte b of an aligned four belongs to position `BYTE_ORDER[b]` among the four; its own inverse."""
@@ -134,7 +134,7 @@ def check_shape(*, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
     """Refuse unsupported heads.
 
     Raises:
-        ConfigError: a head dim other than 64 and 128, or query heads that are no multiple of the KV heads.
+        ConfigError: a head dim not in `HEAD_DIMS`, or query heads that are no multiple of the KV heads.
     """
     if head_dim not in HEAD_DIMS:
         raise refusal(

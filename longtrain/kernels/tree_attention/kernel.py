@@ -188,21 +188,22 @@ def attend_kernel(
     weights = tl.zeros((ROWS, KEYS), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    for tile in tl.range(split, 0 if WINDOW else whole, splits, num_stages=STAGES):
-        if BULK:
-            k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
-            v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
-        else:
-            slot = (tile * KEYS + key).to(tl.int64)
-            k_at, v_at = (
-                k_ptr + (slot * k_s)[:, None] + dim[None, :],
-                v_ptr + (slot * v_s)[:, None] + dim[None, :],
-            )
-            if D == WIDTH:
-                k, v = tl.load(k_at), tl.load(v_at)
+    if not WINDOW:
+        for tile in tl.range(split, whole, splits, num_stages=STAGES):
+            if BULK:
+                k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
+                v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
             else:
-                k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
-        top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
+                slot = (tile * KEYS + key).to(tl.int64)
+                k_at, v_at = (
+                    k_ptr + (slot * k_s)[:, None] + dim[None, :],
+                    v_ptr + (slot * v_s)[:, None] + dim[None, :],
+                )
+                if D == WIDTH:
+                    k, v = tl.load(k_at), tl.load(v_at)
+                else:
+                    k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
+            top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
 
     late = (split + splits - whole % splits) % splits
     if (not ALONE) or WINDOW:

@@ -1,6 +1,6 @@
 """Estimates the memory, operations and traffic of a DSpark training step and of its decoding cycle.
 
-The formulas follow the phases of `objective`, `chunked`, `loss` and `kernels.attention.anchored`; they have
+The formulas follow the phases of `objective`, `chunked`, `loss` and `kernels.anchored`; they have
 not been compared with measurements yet.
 
 Shapes: T tokens of a packed sequence, E hidden dim, I inner dim of the MLP, n layers of the target that are

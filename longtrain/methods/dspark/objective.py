@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
 from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.packing import packed_sequences
-from longtrain.kernels.attention.anchored import anchored_attention
+from longtrain.kernels.anchored import anchored_attention
 from longtrain.layers import cast_to
 from longtrain.methods.dspark.anchors import Anchors, anchors_of
 from longtrain.methods.dspark.loss import Learned, SlotLoss, slot_loss
@@ -57,6 +57,7 @@ class _SlotSums:
     """Sums over all blocks, by slot, each fp64 [K].
 
     Args:
+        total_6K: all of the following, which are its rows.
         hits: slots whose most likely token is the target's, after such slots only.
         cases: slots after such slots only.
         accept: accepted shares.
@@ -65,6 +66,7 @@ class _SlotSums:
         valid: slots that learn.
     """
 
+    total_6K: Tensor
     hits: Tensor
     cases: Tensor
     accept: Tensor
@@ -75,22 +77,27 @@ class _SlotSums:
     @classmethod
     def zero(cls, slots: int, device: torch.device) -> _SlotSums:
         """Return sums over no blocks."""
-        return cls(*torch.zeros(6, slots, dtype=torch.float64, device=device))
+        total_6K = torch.zeros(6, slots, dtype=torch.float64, device=device)
+        return cls(total_6K, *total_6K)
 
-    def add(self, valid_AK: Tensor, found: SlotLoss, confidence_N: Tensor | None) -> None:
-        """Add a chunk's blocks; `found` and `confidence_N` have one value for each valid slot, in order."""
-        accept_AK = valid_AK.new_zeros(valid_AK.shape, dtype=torch.float64)
-        hit_AK, error_AK = torch.zeros_like(valid_AK), torch.zeros_like(accept_AK)
-        accept_AK.masked_scatter_(valid_AK, found.accept_N.double())
-        hit_AK.masked_scatter_(valid_AK, found.hit_N)
-        if confidence_N is not None:
-            error_AK.masked_scatter_(valid_AK, (confidence_N - found.accept_N).abs().double())
-        right_AK = hit_AK.cumprod(1).bool()
-        alive_AK = valid_AK & torch.cat((torch.ones_like(right_AK[:, :1]), right_AK[:, :-1]), 1)
-        parts = (right_AK, alive_AK, accept_AK, accept_AK.cumprod(1), error_AK, valid_AK)
-        totals = (self.hits, self.cases, self.accept, self.reach, self.error, self.valid)
-        for total_K, part_AK in zip(totals, parts, strict=True):
-            total_K += part_AK.sum(0)
+    def add(self, valid_AK: Tensor, at_N: Tensor, found: SlotLoss, confidence_N: Tensor | None) -> None:
+        """Add a chunk's blocks.
+
+        Args:
+            valid_AK: the slots that learn.
+            at_N: index of each of them among all A * K.
+            found: their loss, in the same order.
+            confidence_N: likewise; None: no confidence head.
+        """
+        accept_N = found.accept_N
+        error_N = torch.zeros_like(accept_N) if confidence_N is None else (confidence_N - accept_N).abs()
+        each_3S = accept_N.new_zeros(3, valid_AK.numel(), dtype=torch.float64)
+        each_3S[:, at_N] = torch.stack((found.hit_N.to(accept_N.dtype), accept_N, error_N)).double()
+        each_3AK = each_3S.view(3, *valid_AK.shape)
+        right_AK, reach_AK = each_3AK[:2].cumprod(2)
+        alive_AK = valid_AK * pad(right_AK[:, :-1], (1, 0), value=1.0)
+        parts = (right_AK, alive_AK, each_3AK[1], reach_AK, each_3AK[2], valid_AK)
+        self.total_6K.add_(torch.stack([part.double() for part in parts]).sum(1))
 
 
 class DSparkObjective(Objective):
@@ -215,7 +222,7 @@ class DSparkObjective(Objective):
             each_N = binary_cross_entropy_with_logits(logit_N, found.accept_N, reduction="none")
             total = total + self.config.confidence_weight * (each_N * weight_N.to(each_N.dtype)).sum()
             confident_N = logit_N.detach().sigmoid()
-        sums.add(packed_sequences.to_device(valid_AK, device), found, confident_N)
+        sums.add(packed_sequences.to_device(valid_AK, device), flat_N, found, confident_N)
         return total
 
     def _draft(self, row: _BlockRow, part: slice, shared: tuple[Tensor, ...]) -> Tensor:
@@ -226,8 +233,7 @@ class DSparkObjective(Objective):
         ids_AR[:, 0] = row.batch.ids_T[place_A]
         embed_ARE = cast_to(self.module.fc.weight, self.target.embed(ids_AR).detach())
         rope = self.rope(row.pos_T[place_A, None] + torch.arange(rows, device=device))
-        anchors = (blocks.place_A[part] - row.low).tolist()
-        starts = (blocks.start_A[part] - row.low).tolist()
+        starts, anchors = blocks.start_A[part] - row.low, blocks.place_A[part] - row.low
 
         def attend(layer: int, q_ARHD: Tensor, k_ARGD: Tensor, v_ARGD: Tensor) -> Tensor:
             if layer in module.own:
@@ -236,6 +242,6 @@ class DSparkObjective(Objective):
             else:
                 k_SGD, v_SGD = (x.to(q_ARHD.dtype) for x in row.target_kv[0])
             window, own, keys = self.config.layer_windows[layer], (k_ARGD, v_ARGD), (k_SGD, v_SGD)
-            return anchored_attention(q_ARHD, own, keys, anchors, starts, scale=module.scale, window=window)
+            return anchored_attention(q_ARHD, own, keys, starts, anchors, scale=module.scale, window=window)
 
         return module.block(embed_ARE, rope, attend)

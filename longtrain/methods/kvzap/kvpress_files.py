@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -16,6 +17,8 @@ FOLDER = "kvpress"
 
 def kvpress_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> dict[str, bytes]:
     """Return what `KVzapModel.from_pretrained` loads, as path in the artifact's folder -> content.
+
+    kvpress scores no layers with a sliding window, but its model has layers for them: zeros here.
 
     Args:
         tensors: the module's state, by name; kvpress uses the same names.
@@ -34,6 +37,13 @@ def kvpress_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInf
         "dtype": str(dtypes.pop()).removeprefix("torch."),
     }
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    like = f"layers.{info.full_layers[0]}."
+    for layer in {*range(info.n_layers)} - {*info.full_layers}:
+        plain |= {
+            name.replace(like, f"layers.{layer}."): torch.zeros_like(tensor)
+            for name, tensor in tensors.items()
+            if name.startswith(like)
+        }
     return {
         f"{FOLDER}/config.json": (json.dumps(about, indent=2) + "\n").encode(),
         f"{FOLDER}/model.safetensors": save(plain, metadata={"format": "pt"}),

@@ -1,4 +1,4 @@
-"""The modules that KVzap trains: a linear layer, or an MLP of two, for each layer of the target.
+"""The modules that KVzap trains: a linear layer, or an MLP of two, for each layer of the target with scores.
 
 Shapes: B batch, T tokens, E hidden dim, G KV heads.
 """
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class KVzap(nn.Module):
     """Trainable tensors only, under the names of kvpress's `KVzapModel`.
 
+    Layers of the target with a sliding window have none: their entries are not scored.
+
     Args:
         config: hyperparameters.
         info: the target's shapes.
@@ -28,7 +30,8 @@ class KVzap(nn.Module):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
-        info.require_full_layers("KVzap")
+        if not info.full_layers:
+            info.require_full_layers("KVzap")
         E, G, inner = info.hidden_size, info.n_kv_heads, config.hidden_dim
 
         def made() -> nn.Module:
@@ -36,15 +39,16 @@ class KVzap(nn.Module):
                 return nn.Linear(E, G)
             return nn.Sequential(nn.Linear(E, inner), nn.GELU(), nn.Linear(inner, G))
 
-        self.layers = nn.ModuleList([made() for _ in range(info.n_layers)])
+        self.layers = nn.ModuleList([nn.Identity() if window else made() for window in info.windows])
         self.fresh = True
         """False once weights were loaded, so that `centre` is not applied to them."""
         self.register_load_state_dict_post_hook(_loaded)
 
     @torch.no_grad()
     def centre(self, mean_LG: Tensor) -> None:
-        """Set the biases so that the initial scores of each layer and KV head are these means."""
-        for one, mean_G in zip(self.layers, mean_LG, strict=True):
+        """Set the biases so that the initial scores of each scored layer and KV head are these means."""
+        scored = [one for one in self.layers if not isinstance(one, nn.Identity)]
+        for one, mean_G in zip(scored, mean_LG, strict=True):
             last = one[-1] if isinstance(one, nn.Sequential) else one
             assert isinstance(last, nn.Linear)
             last.bias.copy_(mean_G)
@@ -53,7 +57,7 @@ class KVzap(nn.Module):
         """Predict the logarithm of each token's KVzip score, s_BGT in fp32 (fp64 for fp64).
 
         Args:
-            layer: number of the target's layer.
+            layer: number of the target's layer, one without a window.
             x_BTE: input of its attention, after the norm.
 
         Note: the wide product runs in the dtype of `x_BTE`, as in kvpress; the narrow one in fp32, since
@@ -83,13 +87,15 @@ class PredictedScores:
     def __init__(self, module: KVzap, *, train: bool = False) -> None:
         self._module, self._train = module, train
         self.scores: list[Tensor] = []
-        """s_BGT of the layers so far."""
+        """s_BGT of the scored layers so far."""
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Ignore queries, keys and values."""
 
     def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
-        """Score the tokens of one layer."""
+        """Score the tokens of one layer, unless it has a window."""
+        if isinstance(self._module.layers[layer], nn.Identity):
+            return
         with torch.set_grad_enabled(self._train):
             self.scores.append(self._module.score(layer, x_BTE))
 

@@ -45,6 +45,7 @@ class KVzapEvictor(Budgeted):
 
     name = "kvzap"
     wrappable = False
+    any_scale = True
 
     def __init__(
         self,

@@ -159,9 +159,10 @@ def _lora(peft: ModuleType, folder: Path) -> dict[str, Tensor]:
 
 
 def _idle(key: str, info: TargetInfo) -> bool:
-    """Return True for LoRA of the last layer that does not affect its attention scores, and so is unused."""
-    last = f"layers.{info.n_layers - 1}."
-    return key.startswith((f"{last}mlp.", f"{last}self_attn.o_proj."))
+    """Return True for LoRA that the scores of no layer depend on (`LookaheadKV`), and so is unused."""
+    last = info.full_layers[-1]
+    unused = (f"layers.{index}." for index in range(last + 1, info.n_layers))
+    return key.startswith((f"layers.{last}.mlp.", f"layers.{last}.self_attn.o_proj.", *unused))
 
 
 def _card(name: str, info: TargetInfo) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span
-from longtrain.targets.families import FUSED, family_of
+from longtrain.targets.families import FAMILIES, family_of
 from longtrain.targets.lora import Lora
 from longtrain.targets.suffix import GROUPS, LAST
 
@@ -32,8 +32,9 @@ STD = 0.02
 class LookaheadKV(nn.Module):
     """Trainable tensors only; they are fp32 in training, whatever dtype the target computes in.
 
-    Of the last layer only the scores are needed, so its o, gate, up and down have no LoRA at all, and that of
-    its v is stored (under PEFT's name, as a buffer) but not trained.
+    Of the last layer that sees the whole text only the scores are needed, so its o, gate, up and down have no
+    LoRA at all, and that of its v is stored (under PEFT's name, as a buffer) but not trained. Layers after it
+    (with a window) have none.
 
     Args:
         config: hyperparameters.
@@ -46,12 +47,12 @@ class LookaheadKV(nn.Module):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
-        info.require_full_layers("LookaheadKV")
-        family = family_of(info.family)
-        if not family.fused or family.sinks:
+        if not info.full_layers:
+            info.require_full_layers("LookaheadKV")
+        if not family_of(info.family).suffixes:
             raise TargetMismatchError(
                 f"target {info.name} is of the family {info.family}; LookaheadKV is built for: "
-                f"{', '.join(name for name in FUSED if not family_of(name).sinks)}"
+                f"{', '.join(name for name, one in FAMILIES.items() if one.suffixes)}"
             )
         names = [name for group in GROUPS.values() for name in group]
         wanted = {f"{short}_proj" for short in config.linears()}
@@ -60,10 +61,6 @@ class LookaheadKV(nn.Module):
                 f"target {info.name} has no gate, up and down of one MLP in every layer, and "
                 f"method.lora_targets={config.lora_targets} puts LoRA on them; pass "
                 "method.lora_targets=[q,k,v,o]"
-            )
-        if info.swiglu and info.hidden_act != "silu":
-            raise TargetMismatchError(
-                f"target {info.name} has the activation '{info.hidden_act}'; LookaheadKV is built for: silu"
             )
         self.scale = config.lora_alpha / config.lora_rank
         self.rank = config.lora_rank
@@ -74,10 +71,11 @@ class LookaheadKV(nn.Module):
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
         nn.init.normal_(self.lookahead_embeddings, std=config.init_std or STD)
         self.layers = nn.ModuleList()
+        self._last = info.full_layers[-1]
         for index in range(info.n_layers):
-            last = index == info.n_layers - 1
+            last = index == self._last
             layer = nn.Module()
-            for name in names:
+            for name in names if index <= self._last else ():
                 part, leaf = name.split(".")
                 if leaf not in wanted or (last and name not in GROUPS["qkv"]):
                     continue
@@ -100,7 +98,7 @@ class LookaheadKV(nn.Module):
         """Collect the tensors for `adapters` once: looking up hundreds of modules takes milliseconds."""
         groups: list[_Group] = []
         tensors: list[Tensor] = []
-        last = len(self.layers) - 1
+        last = self._last
         for key, names in GROUPS.items():
             for layers, group in ((range(last), names), ((last,), LAST if key == "qkv" else ())):
                 rows, at = [], 0

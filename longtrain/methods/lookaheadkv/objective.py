@@ -61,6 +61,8 @@ class LookaheadObjective(Objective):
     def forward(self, batch: Batch) -> Loss:
         """Return the sum over documents with labels of their KL, a mean over layers and query heads.
 
+        Layers with a sliding window do not count.
+
         Metrics, by document: `loss`; `kl` if the loss has further terms; and in validation those of
         `Ranking`.
 
@@ -104,17 +106,21 @@ class LookaheadObjective(Objective):
 
         def each(layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
             with torch.set_grad_enabled(grads):
-                pred_HT, true_HT = rows.step(k_BTGD, v_BTGD).squeeze(0), truth.true[layer]
+                s_BHT = rows.step(k_BTGD, v_BTGD)
+                if s_BHT is None:
+                    return
+                pred_HT, true_HT = s_BHT.squeeze(0), truth.true[layer]
                 if mixed_T is not None:
                     both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
                     pred_HT = torch.where(mixed_T, both_HT, pred_HT)
                 divergence.add(pred_HT, true_HT)
             if ranking is not None:
-                ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
+                seen = truth.recent.get(WINDOW, {})
+                ranking.add(pred_HT.detach(), true_HT, [seen[layer]] if seen else [])
 
         beside = Beside(self.target)
-        scale = info.head_dim**-0.5
-        truth = Truth(found, scale, then=each, beside=beside, windows=windows, device=device)
+        scale, layers = self.target.scaling(0), info.full_layers
+        truth = Truth(found, scale, layers=layers, then=each, beside=beside, windows=windows, device=device)
         # The lookahead tokens follow layer by layer: the host launches their operators while the device is
         # busy.
         self._prefill(batch, truth)
@@ -131,9 +137,9 @@ class LookaheadObjective(Objective):
 
     @torch.no_grad()
     def _prefill(self, batch: Batch, truth: Truth) -> None:
-        """Run prompts and responses through the target, up to the last layer's K and V."""
+        """Run prompts and responses through the target, up to K and V of the last layer that has scores."""
         pos_T = moved(positions(batch.bounds), batch.ids_T.device)
-        last = self.target.info.n_layers - 1
+        last = self.target.info.full_layers[-1]
         self.target.packed(
             batch.ids_T, pos_T, batch.bounds, OutputRequest("none", stop_at_layer=last), hook=truth
         )

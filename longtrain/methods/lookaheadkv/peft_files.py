@@ -23,7 +23,7 @@ def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) 
     """Return the files by their path in the artifact's folder.
 
     `adapter_config.json` and `adapter_model.safetensors` are a LoRA that `peft` loads (if there is any):
-    every layer has all of its target modules, zeros in the last layer where nothing is trained. It is meant
+    every layer has all of its target modules, zeros where nothing is trained. It is meant
     for the lookahead tokens alone; merged into the model it would change what every token computes.
     `lookahead_embeddings.safetensors` has the soft tokens, `longtrain_eviction.json` the settings for using
     them.

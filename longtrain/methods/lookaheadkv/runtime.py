@@ -48,6 +48,7 @@ class LookaheadEvictor(Budgeted):
 
     name = "lookaheadkv"
     wrappable = True
+    any_scale = True
     least_budget = 1
 
     def __init__(
@@ -107,23 +108,27 @@ class LookaheadEvictor(Budgeted):
                 "observed them; run it through Engine.generate"
             )
         rows, longest = LookaheadTokens(self, run.lengths), max(run.lengths)
-        for layer in range(self.target.info.n_layers):
+        for layer in range(rows.last + 1):
             k_BTGD, v_BTGD = run.cache.prefix(layer)
-            rows.step(k_BTGD[:, :longest], v_BTGD[:, :longest])
+            rows.step(layer, k_BTGD[:, :longest], v_BTGD[:, :longest])
         return torch.stack(rows.scores)
 
 
 class LookaheadTokens:
     """Runs the lookahead tokens of a batch of prompts along with the prefill (an `AttentionHook`).
 
+    They pass through layers with a sliding window too, which have no scores.
+
     Args:
         evictor: the evictor that they belong to.
         lengths: prompt tokens, on the host.
     """
 
+    every_layer = True
+
     def __init__(self, evictor: LookaheadEvictor, lengths: Sequence[int]) -> None:
         module, target = evictor.module, evictor.target
-        self._config, self._scale = evictor.config, target.info.head_dim**-0.5
+        self._config, self._scale = evictor.config, target.scaling(0)
         self._heads, self._n_kv_heads = evictor.head_reduction, target.info.n_kv_heads
         window = self._config.suffix_window
         self._recent = LastQueries(lengths, window) if window else None
@@ -132,26 +137,31 @@ class LookaheadTokens:
             embeds_NE, pos_N, spans = lookahead_tokens_of(module, keys, range(len(keys)), target.dtype)
             pos_N = moved(pos_N, embeds_NE.device)
             self._run = SuffixRun(target, embeds_NE, pos_N, spans, evictor.adapters)
+        self.last = self._run.last
         self.beside = Beside(target)
         self.scores: list[Tensor] = []
-        """s_BGS of the layers so far, fp32, not pooled."""
+        """s_BGS of the layers so far that see the whole text, fp32, not pooled."""
 
     @torch.no_grad()
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Process one layer of the prefill."""
+        if layer > self.last:
+            return
         if self._recent is not None:
             self._recent(layer, q_BHTD, k_BGTD, v_BGTD)
         k_BTGD, v_BTGD = k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2)
-        self.beside.run(lambda: self.step(k_BTGD, v_BTGD), k_BGTD, v_BGTD)
+        self.beside.run(lambda: self.step(layer, k_BTGD, v_BTGD), k_BGTD, v_BGTD)
 
-    def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
+    def step(self, layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
         """Run the lookahead tokens through the next layer, given the prompts' keys and values."""
         s_BHT = self._run.step(k_BTGD, v_BTGD)
+        if s_BHT is None:
+            return
         if self._recent is not None:
-            s_BHT = self._mixed(self._recent, s_BHT, k_BTGD)
+            s_BHT = self._mixed(self._recent, layer, s_BHT, k_BTGD)
         self.scores.append(reduce_heads(s_BHT, self._n_kv_heads, self._heads))
 
-    def _mixed(self, recent: LastQueries, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
+    def _mixed(self, recent: LastQueries, layer: int, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
         """Average the lookahead tokens' scores and the last queries'; short prompts are unchanged.
 
         Source: LookaheadKV, Appendix E.2 and Table 7.
@@ -159,7 +169,7 @@ class LookaheadTokens:
         spans = recent.spans()
         if not spans:
             return s_BHT
-        q_NHD, own_k_NGD = recent.layer(len(self.scores))
+        q_NHD, own_k_NGD = recent.layer(layer)
         lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=self._scale)
         recent_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=self._scale)
         own_NH = own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=self._scale)

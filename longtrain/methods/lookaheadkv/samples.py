@@ -75,6 +75,7 @@ class Truth:
     Args:
         found: the samples of the packed sequence.
         scale: scale of the softmax.
+        layers: those that have scores.
         then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are available.
         beside: runs this work beside the prefill.
         windows: numbers of last prompt tokens whose scores are needed too (SnapKV's).
@@ -89,12 +90,13 @@ class Truth:
         found: list[Sample],
         scale: float,
         *,
+        layers: Collection[int],
         then: Callable[[int, Tensor, Tensor], None],
         beside: Beside,
         windows: Collection[int] = (),
         device: torch.device,
     ) -> None:
-        self._scale, self._then, self._beside = scale, then, beside
+        self._scale, self._layers, self._then, self._beside = scale, layers, then, beside
         responses, prompts = [(s.prompt, s.stop) for s in found], [(s.start, s.prompt) for s in found]
         self._response = ObserverRows(responses, prompts, device)
         self._windows: dict[int, ObserverRows] = {}
@@ -103,9 +105,9 @@ class Truth:
                 rows = [(s.prompt - window, s.prompt) for s in longer]
                 keys = [(s.start, s.prompt - window) for s in longer]
                 self._windows[window] = ObserverRows(rows, keys, device)
-        self.true: list[Tensor] = []
-        """s_HT of each layer."""
-        self.recent: dict[int, list[Tensor]] = {window: [] for window in self._windows}
+        self.true: dict[int, Tensor] = {}
+        """s_HT of each layer that has scores."""
+        self.recent: dict[int, dict[int, Tensor]] = {window: {} for window in self._windows}
         """Window -> s_HT of each layer by that many last tokens of longer prompts, own keys included."""
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
@@ -113,7 +115,8 @@ class Truth:
         self._beside.run(lambda: self._see(layer, q_BHTD, k_BGTD, v_BGTD), q_BHTD, k_BGTD, v_BGTD)
 
     def _see(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        self.true.append(self._response.scores(q_BHTD, k_BGTD, self._scale))
-        for window, rows in self._windows.items():
-            self.recent[window].append(rows.scores(q_BHTD, k_BGTD, self._scale, own=True))
+        if layer in self._layers:
+            self.true[layer] = self._response.scores(q_BHTD, k_BGTD, self._scale)
+            for window, rows in self._windows.items():
+                self.recent[window][layer] = rows.scores(q_BHTD, k_BGTD, self._scale, own=True)
         self._then(layer, alone(k_BGTD.transpose(1, 2)), alone(v_BGTD.transpose(1, 2)))

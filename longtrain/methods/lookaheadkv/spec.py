@@ -38,7 +38,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Look
     if rows.fresh and not config.init_std:
         weight: torch.Tensor = target.model.model.embed_tokens.weight
         norm = torch.linalg.vector_norm(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        rows.scale_embeddings(float(norm) / math.sqrt(weight.numel()))
+        rows.scale_embeddings(target.embed_scale * float(norm) / math.sqrt(weight.numel()))
     return LookaheadObjective(rows, target, config)
 
 

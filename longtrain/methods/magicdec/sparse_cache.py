@@ -79,7 +79,7 @@ class SparseBuffers:
 
     def __init__(self, target: Target, batch: int, rows: int) -> None:
         slots = -(-rows // _STEP) * _STEP + ROOM + 1
-        self.arena = ArenaCache(target.new_cache(batch, slots, 0))
+        self.arena = ArenaCache(target.plain_cache(batch, slots, 0))
         self.fixed_B = torch.zeros_like(self.arena.len_B)
         self.newest_B = torch.ones_like(self.arena.len_B)
         self.one_B = torch.ones_like(self.arena.len_B)

@@ -110,7 +110,7 @@ class _Turn:
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Score one layer's chunks."""
-        scale = q_BHTD.shape[-1] ** -0.5
+        scale = self.run.target.scaling(layer)
         q_NHD = torch.cat([q_BHTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
         own_NGD = torch.cat([k_BGTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
         k_BSGD, v_BSGD = (x[:, : max(self.run.lengths)] for x in self.run.cache.prefix(layer))

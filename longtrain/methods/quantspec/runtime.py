@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from longtrain.cache.hierarchical import DraftView, HierarchicalCache
+from longtrain.cache.layered import LayeredCache
+from longtrain.cache.quantised import LayeredDraftView
 from longtrain.costs.model import Sizes
 from longtrain.decoding.expansion import Level, TreeExpansion, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
@@ -45,7 +47,7 @@ class QuantSpecRuntime:
 
     def __init__(self, model: Target, *, kv_bits: int) -> None:
         self.model, self.kv_bits = model, kv_bits
-        self.view: DraftView | None = None
+        self.view: DraftView | LayeredDraftView | None = None
         self._expansion = TreeExpansion()
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
@@ -54,6 +56,9 @@ class QuantSpecRuntime:
         Raises:
             ConflictError: the cache is not a hierarchical one.
         """
+        if isinstance(cache, LayeredCache) and isinstance(cache.full, HierarchicalCache):
+            self.view = LayeredDraftView(cache, self.model.info.windows, self.kv_bits)
+            return
         if not isinstance(cache, HierarchicalCache):
             raise ConflictError(
                 f"QuantSpec drafts on a hierarchical KV cache, not on a {type(cache).__name__}; give the "
@@ -99,13 +104,15 @@ class QuantSpecRuntime:
         A step of the draft has to read fewer bytes than the target's, in its weights or in quantised tokens
         of the cache, of which short texts have none.
         """
-        size, itemsize = Sizes.of(self.model.info), self.model.dtype.itemsize
-        numbers = 2 * size.n_layers * size.n_kv_heads * size.head_dim  # of a token
+        info = self.model.info
+        size, itemsize = Sizes.of(info), self.model.dtype.itemsize
+        numbers = 2 * size.n_kv_heads * size.head_dim  # of an entry of all KV heads
         quantised = max(0, tokens // BLOCK - 1) * BLOCK  # the last tokens stay as they are
-        rest_bytes = batch * (tokens - quantised) * numbers * itemsize
+        held = batch * quantised * len(info.full_layers) * numbers
+        rest_bytes = (batch * info.entries(tokens) * numbers - held) * itemsize
         weights, own_item = size.weights + size.head, 0.5 if isinstance(self.model, Int4Target) else itemsize
-        target_bytes = weights * itemsize + rest_bytes + batch * quantised * numbers
-        draft_bytes = weights * own_item + rest_bytes + batch * quantised * numbers * self.kv_bits / 8
+        target_bytes = weights * itemsize + rest_bytes + held
+        draft_bytes = weights * own_item + rest_bytes + held * self.kv_bits / 8
         if draft_bytes <= WORTH * target_bytes:
             return ""
         return (

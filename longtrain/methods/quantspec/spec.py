@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.cache.layered import LayeredCache
+from longtrain.cache.quantised import new_quantised
 from longtrain.cache.room import hierarchical_bytes
 from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost, MethodCost
@@ -26,7 +28,7 @@ _ROUND = 1024
 
 
 class Caches:
-    """Creates an engine's caches, and reuses the last one if it is large enough.
+    """Creates an engine's caches, and reuses the last one if it is large enough (and has no windows).
 
     Captured CUDA graphs are valid only for the cache they were captured with, so only one cache is in use at
     a time.
@@ -38,20 +40,23 @@ class Caches:
 
     def __init__(self, target: Target, config: Config) -> None:
         self.target, self.config = target, config
-        self.last: HierarchicalCache | None = None
+        self.last: HierarchicalCache | LayeredCache | None = None
 
-    def __call__(self, batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache:
+    def __call__(self, batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache | LayeredCache:
         """Return an empty cache; same signature as `Target.new_cache`."""
         target, info, last = self.target, self.target.info, self.last
-        if last is not None and last.serves(batch, max_tokens, target.device, target.dtype):
+        like = (batch, max_tokens, target.device, target.dtype)
+        if isinstance(last, HierarchicalCache) and last.serves(*like):
             last.clear()
             return last
         if last is not None:
             last.free()  # before the next is allocated
         self.last = None
-        self.last = HierarchicalCache(
-            n_layers=info.n_layers,
+        self.last = new_quantised(
+            HierarchicalCache,
             n_heads=info.n_heads,
+            windows=info.windows,
+            options={"split": Split(self.config.split), "strict": self.config.strict_flush},
             n_kv_heads=info.n_kv_heads,
             head_dim=info.head_dim,
             batch=batch,
@@ -59,8 +64,6 @@ class Caches:
             max_nodes=max_nodes,
             device=target.device,
             dtype=target.dtype,
-            split=Split(self.config.split),
-            strict=self.config.strict_flush,
         )
         return self.last
 
@@ -69,6 +72,8 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     """Return the cache and, if `config.draft`, the draft."""
     given_keys("QuantSpec", keys)
     info = target.info
+    if not info.full_layers:
+        info.require_full_layers("QuantSpec")
     check_shape(n_heads=info.n_heads, n_kv_heads=info.n_kv_heads, head_dim=info.head_dim)
 
     new_cache = Caches(target, config)

@@ -19,6 +19,7 @@ from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.layers import RMSNorm, SwiGLU
 from longtrain.methods.set_objective import SetScorer
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
+from longtrain.targets.families import family_of
 
 if TYPE_CHECKING:
     from longtrain.layers import Rope
@@ -39,7 +40,8 @@ class RetrievalHead(SetScorer):
         info: the target's shapes.
 
     Raises:
-        TargetMismatchError: a layer that the target does not have, or heads that cannot be mapped.
+        TargetMismatchError: a layer that the target does not have, heads that cannot be mapped, attention
+            sinks, or no layer that sees the whole text.
 
     Source: SpeContext §4.3: the embedding and the projections to queries and keys are kept. It does not say
         which features enter.
@@ -49,15 +51,24 @@ class RetrievalHead(SetScorer):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
-        info.require_full_layers("a retrieval head")
+        if not (full := info.full_layers):
+            info.require_full_layers("a retrieval head")
+        if family_of(info.family).sinks:
+            raise TargetMismatchError(
+                f"a retrieval head learns from attention without sinks, and target {info.name} has some; "
+                "pass another target"
+            )
         E, L, eps = info.hidden_size, info.n_layers, config.rms_norm_eps or info.rms_norm_eps
         self.hidden = hidden_of(config, L)
         if not all(-1 <= layer < L for layer in self.hidden):
             raise TargetMismatchError(
                 f"method.layers={list(self.hidden)}; target {info.name} allows 0..{L - 1}"
             )
-        if config.sets > L:
-            raise TargetMismatchError(f"method.sets={config.sets}; target {info.name} allows 1..{L} (layers)")
+        if config.sets > len(full):
+            raise TargetMismatchError(
+                f"method.sets={config.sets}; target {info.name} allows 1..{len(full)} (layers that see the "
+                "whole text)"
+            )
         heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
         if heads % groups:
             raise TargetMismatchError(
@@ -93,9 +104,10 @@ class RetrievalHead(SetScorer):
                 self.mix[-1] = 1.0
             if self.mlp is not None:
                 self.mlp.down_proj.weight.zero_()
-        own = torch.tensor([[group_of(layer, self.sets, L)] for layer in range(L)]) * groups
+        group = {layer: group_of(at, self.sets, len(full)) for at, layer in enumerate(full)}
+        own = torch.tensor([[group.get(layer, 0)] for layer in range(L)]) * groups
         self.register_buffer("table_LG", own + torch.arange(info.n_kv_heads) % groups)
-        """The set that each KV head of the target reads."""
+        """The set that each KV head of the target reads; layers with a sliding window do not read it."""
         self.register_buffer("evidence_LGX", torch.zeros(L, info.n_kv_heads, self.sets * groups))
         """Attention of each KV head that each set covered during training, used by `remap`."""
 

@@ -43,8 +43,11 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
     """Refuse a head that SGLang's interface does not support.
 
     Raises:
+        TargetMismatchError: the target has sliding windows.
         ConfigError: it reads hidden states, or gives each KV head a set of its own.
     """
+    if info is not None:
+        info.require_full_layers(f"format={form}")
     if config.variant != EMBEDDING:
         raise ConfigError(
             f"format={form}: SGLang gives its selection algorithms tokens and no hidden states, and "

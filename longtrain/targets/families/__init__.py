@@ -26,7 +26,9 @@ class Family:
         norm_offset: number that is added to the stored weights of norms.
         sinks: True if every query head has a score in the softmax's denominator that has no key.
         windows: layers that read the config's `sliding_window`: none, all, or those of its `layer_types`.
-        fused: True if our own code of a layer serves it (`FusedDecoder`, `SuffixRun`).
+        fused: True if `FusedDecoder` serves it.
+        suffixes: True if `SuffixRun` serves it: queries, keys and values are linears of their own, queries
+            are not scaled by position, and there are no sinks.
     """
 
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -38,6 +40,7 @@ class Family:
     sinks: bool = False
     windows: Literal["none", "all", "layer_types"] = "none"
     fused: bool = True
+    suffixes: bool = True
 
 
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -54,7 +57,7 @@ FAMILIES = {
         after=("post_self_attn_layernorm", "post_mlp_layernorm"), neighbours=True, partial=True, swiglu=False
     ),
     "apertus": Family(norms=("attention_layernorm", "feedforward_layernorm"), swiglu=False),
-    "gpt_oss": Family(swiglu=False, sinks=True, windows="layer_types"),
+    "gpt_oss": Family(swiglu=False, sinks=True, windows="layer_types", suffixes=False),
     "exaone4": Family(norms=("", ""), after=_AFTER, windows="layer_types", fused=False),
     "gemma3_text": Family(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
@@ -64,9 +67,9 @@ FAMILIES = {
         fused=False,
     ),
     "ministral": Family(windows="layer_types", fused=False),
-    "ministral3": Family(windows="all", fused=False),
+    "ministral3": Family(windows="all", fused=False, suffixes=False),
     "olmo3": Family(norms=("", ""), after=_AFTER, windows="layer_types", fused=False),
-    "phi3": Family(swiglu=False, windows="all", fused=False),
+    "phi3": Family(swiglu=False, windows="all", fused=False, suffixes=False),
     "smollm3": Family(windows="layer_types", fused=False),
 }
 """`model_type` -> its family. Attention goes through transformers' attention interface in all of them."""

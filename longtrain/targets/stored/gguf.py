@@ -36,6 +36,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with the factors of the rotary frequencies, if their type is llama3."""
 LLAMA3_FACTORS = (8.0, 32.0)
 """Factors of the Llama 3.1 to 3.3 models, which the file does not name."""
+EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+"""Weights of all experts of a layer in transformers -> in a file."""
 SHARD_BYTES = 1 << 30
 DEQUANTISED = FolderKind(
     "a dequantised GGUF file",
@@ -141,7 +143,7 @@ def _write(file: Path, digest: str, folder: Path) -> None:
             raise
         raise ArtifactError(
             f"{file} cannot be read as a target ({first_line(error)}); get it again if it was cut short, "
-            "else pass a GGUF file of a Llama, Qwen2, Qwen3, Mistral or Gemma 3 model, or its folder"
+            "else pass one of a Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral or Gemma 3 model, or its folder"
         ) from error
     index: dict[str, str] = {}
     for number, part in enumerate(_shards(model)):
@@ -211,6 +213,8 @@ def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
     config.rms_norm_eps = float(str(np.float32(getattr(config, "rms_norm_eps", 1e-6))))  # stored in fp32
     if head_dim := _value(reader, f"{arch}.attention.key_length"):
         config.head_dim = head_dim
+    if width := _value(reader, f"{arch}.expert_feed_forward_length"):
+        config.moe_intermediate_size = width
     turned = _value(reader, f"{arch}.rope.dimension_count")
     if turned and turned != (whole := getattr(config, "head_dim", turned)):
         raise ArtifactError(f"{file} rotates {turned} of {whole} dims of each head, which is not supported")
@@ -273,7 +277,10 @@ def _refuse_left_out(reader: GGUFReader, model: PreTrainedModel, file: Path) -> 
     read = set()
     for name, _ in model.named_parameters():
         stem, _, leaf = name.rpartition(".")
-        read.add(f"{names.get_name(stem)}.{leaf}")
+        if leaf in EXPERTS:
+            read |= {f"blk.{stem.split('.')[2]}.{part}.weight" for part in EXPERTS[leaf]}
+        else:
+            read.add(f"{names.get_name(stem)}.{leaf}")
     stored = {tensor.name for tensor in reader.tensors} - {ROPE_FACTORS}
     if left := sorted(stored - read):
         raise ArtifactError(

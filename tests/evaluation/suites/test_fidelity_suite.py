@@ -25,8 +25,11 @@ from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
 from longtrain.evaluation.suites import fidelity
 from longtrain.files import as_json, jsonl, sealed, write_files
+from longtrain.methods.named import Named
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.methods.target_cache import named_cache
 from longtrain.systems import Builder
+from longtrain.targets.shapes import SHAPES
 
 GREEDY = Sampling()
 QUEST = {"method": {"name": "sparse", "rule": "quest", "page": 4}, "window": 4, "label": "quest"}
@@ -199,6 +202,21 @@ def test_quantised_caches_and_selectors_are_judged_too(session, tmp_path):
     assert int8["metrics"]["cache"]["value"] != int8["metrics"]["full cache"]["value"]
     assert "int8, int4: the bytes of the cache include buffers" in shown
     assert "| int8 |" in shown and pictures(made.finish().results)["budget.png"]
+
+
+def test_layers_with_a_window_take_the_same_bytes_in_a_quantised_cache(session, tmp_path):
+    shape = {**SHAPES["gemma3_micro"], "vocab_size": 257, "head_dim": 64, "query_pre_attn_scalar": 64}
+    near = byte_target(**shape)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "amber " * 30}))
+    made = session({"cache": "int8"}, over=near, prompts=[str(long)])
+    metrics = by_name(results(made))["int8"]["metrics"]
+    info, entry = near.info, 2 * near.info.n_kv_heads * 64 * 4
+    seen = entry * sum(info.windows)
+    assert 0 < max(info.windows) < 180 and info.full_layers
+    quantised = named_cache(Named("int8", {}), near)(1, 180, 1).full.bytes()
+    assert metrics["cache"]["value"] == quantised + seen
+    assert metrics["full cache"]["value"] == seen + len(info.full_layers) * 180 * entry
 
 
 def test_answers_end_where_the_target_ends_them(session, target, monkeypatch):

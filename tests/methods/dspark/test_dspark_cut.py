@@ -142,13 +142,13 @@ def test_a_node_stays_where_the_product_of_the_confidences_above_it_is_high(widt
     assert 0 < cut < 3 * (whole.tokens_BN.shape[1] - 1)
 
 
-@pytest.mark.parametrize("least", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("least", [0.4, 1.0])
 def test_greedy_texts_are_the_targets_own_and_fewer_nodes_are_verified(least, llama, make_draft, monkeypatch):
     """Chains, trees and `auto`; at 1.0 nothing is drafted, and every cycle yields one token."""
     draft = unsure(make_draft(llama, SMALL))
     engine = Engine(llama, SPEC.attach(draft, llama, SMALL, {"min_confidence": least}))
     prompts = token_ids(1, 5, 33, least=2)
-    options = {"max_new_tokens": 16, "ignore_eos": True}
+    options = {"max_new_tokens": 12, "ignore_eos": True}
     plain = Engine(llama).generate(prompts, **options).tokens
     sizes, forward = [], type(llama).forward
 
@@ -157,8 +157,9 @@ def test_greedy_texts_are_the_targets_own_and_fewer_nodes_are_verified(least, ll
         return forward(self, batch, *args, **kwargs)
 
     monkeypatch.setattr(type(llama), "forward", watched)
-    for shape in (TreeShape((1,) * 5), TreeShape((4, 6, 6)), TreeShape((4, 4, 4), keep=9), AUTO):
-        for some in (slice(0, 3), slice(2, 3)):
+    shapes = (TreeShape((1,) * 5), TreeShape((4, 6, 6)), TreeShape((4, 4, 4), keep=9), AUTO)
+    for some, tried in ((slice(0, 3), shapes), (slice(2, 3), shapes[:2])):
+        for shape in tried:
             sizes.clear()
             got = engine.generate(prompts[some], shape=shape, **options)
             assert got.tokens == plain[some]
@@ -206,7 +207,7 @@ def test_a_sampled_text_is_the_same_beside_others(llama, make_draft):
 def test_cycles_can_be_replayed_whatever_is_left(shape, sampling, llama, make_draft, tapes):  # noqa: F811
     """CUDA graphs: one drafts, and one for each number of nodes does the rest."""
     parts = SPEC.attach(unsure(make_draft(llama, SMALL)), llama, SMALL, {"min_confidence": 0.3})
-    options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
+    options = {"max_new_tokens": 14, "sampling": sampling, "ignore_eos": True}
     drafted = both(llama, parts, token_ids(30, 1, 12, least=2), shape=shape, **options)
     assert len(tapes) > 2
     if shape.children is ChildChoice.POINT:

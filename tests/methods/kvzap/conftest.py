@@ -14,9 +14,10 @@ from longtrain.targets.tokenizer import read_tokenizer
 
 
 @pytest.fixture
-def target():
-    tokenizer = read_tokenizer("tiny")[0]
-    found = random_target({**SHAPES["llama_micro"], "vocab_size": len(tokenizer)}, dtype=torch.float64)
+def target(request):
+    """Llama's, or of the family in a test's indirect parameter."""
+    tokenizer, family = read_tokenizer("tiny")[0], getattr(request, "param", "llama")
+    found = random_target({**SHAPES[f"{family}_micro"], "vocab_size": len(tokenizer)}, dtype=torch.float64)
     found.tokenizer = tokenizer
     with torch.no_grad():
         for layer in found.model.model.layers:

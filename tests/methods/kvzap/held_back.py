@@ -36,7 +36,7 @@ def decoded(target: Any, evictor: Any, prompts: list[list[int]], answers: list[l
             return evictor.thinning(run, keep, nodes=nodes)
 
     most = len(answers[0])
-    cache = prefill(target, target.new_cache, prompts, max_new_tokens=most, nodes=1, evictor=Spy()).cache
+    cache = prefill(target, target.plain_cache, prompts, max_new_tokens=most, nodes=1, evictor=Spy()).cache
     write = cache.write
     for token_B in torch.tensor(answers).T:
         keys: list[Tensor] = []

@@ -23,18 +23,21 @@ from longtrain.targets.step import TokenBatch
 from tests.methods.policies.runs import kept, prefilled, prompts_of
 
 
+@pytest.mark.parametrize("target", ["llama", "gemma3"], indirect=True)
 def test_watching_leaves_the_target_bit_identical(target, module):
     prompts = prompts_of(40, 25)
     ids_BT = torch.tensor([prompts[0][:25], prompts[1]])
     pos_BT = torch.arange(25).expand_as(ids_BT)
-    steps, caches = [], [target.new_cache(2, 25, 1) for _ in range(2)]
+    steps, caches = [], [target.plain_cache(2, 25, 1) for _ in range(2)]
     for cache, hook in zip(caches, (None, PredictedScores(module)), strict=True):
         steps.append(target.forward(TokenBatch(pos_BT, ids_BT), cache, hook=hook))
     assert torch.equal(steps[0].logits_BTV, steps[1].logits_BTV)
     assert torch.equal(caches[0].k_LBGSD, caches[1].k_LBGSD)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("target", "fused"), [("llama", False), ("llama", True), ("gemma3", False)], indirect=["target"]
+)
 def test_scores_are_those_of_training(target, module, config, fused):
     texts = prompts_of(40, 17)
     pred_LBGS, _ = labelled(module, target, config, [torch.tensor(text) for text in texts], train=True)
@@ -102,17 +105,24 @@ def test_scores_of_a_bf16_target_do_not_tie():
     assert s_BGT.dtype == torch.float32 and len(s_BGT[0, 0].unique()) == 200
 
 
+@pytest.mark.parametrize("target", ["llama", "gemma3"], indirect=True)
 @pytest.mark.parametrize("hidden_dim", [8, 0])
 def test_files_of_kvpress(target, hidden_dim):
     config = Config(hidden_dim=hidden_dim)
     module = KVzap(config, target.info)
     files = kvpress_files(module.state_dict(), config, target.info)
     about = json.loads(files["kvpress/config.json"])
-    assert {about[key] for key in ("model_type", "input_dim", "output_dim", "n_modules")} == {"kvzap", 48, 2}
+    layers = target.info.n_layers
+    assert [about[key] for key in ("model_type", "input_dim", "output_dim", "n_modules")] == [
+        "kvzap", target.info.hidden_size, 2, layers,
+    ]  # fmt: skip
     assert about["hidden_dim"] == (hidden_dim or None) and about["dtype"] == "float32"
     state = load(files["kvpress/model.safetensors"])
     names = ["0.weight", "0.bias", "2.weight", "2.bias"] if hidden_dim else ["weight", "bias"]
-    assert set(state) == {f"layers.{layer}.{name}" for layer in range(2) for name in names}
+    assert set(state) == {f"layers.{layer}.{name}" for layer in range(layers) for name in names}
+    for layer in range(layers):
+        parts = [state[f"layers.{layer}.{name}"] for name in names]
+        assert all(part.any() == (layer in target.info.full_layers) for part in parts)
 
 
 @pytest.mark.parametrize(

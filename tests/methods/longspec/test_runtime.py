@@ -224,11 +224,11 @@ def test_greedy_output_is_the_targets_own(target, make_draft, shape):
     draft = make_draft(target, CONFIG)
     gen = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (1, 5, 33)]
-    plain = Engine(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
+    plain = Engine(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
     engine = Engine(target, SPEC.attach(draft, target, CONFIG, {}))
-    drafted = engine.generate(prompts, max_new_tokens=40, ignore_eos=True, shape=shape)
+    drafted = engine.generate(prompts, max_new_tokens=24, ignore_eos=True, shape=shape)
     assert drafted.tokens == plain.tokens
-    again = engine.generate(prompts[::-1], max_new_tokens=40, ignore_eos=True, shape=shape)
+    again = engine.generate(prompts[::-1], max_new_tokens=24, ignore_eos=True, shape=shape)
     assert again.tokens == plain.tokens[::-1]
 
 
@@ -237,9 +237,9 @@ def test_sampled_point_output_is_the_targets_own(llama, make_draft):
     engine = Engine(llama, SPEC.attach(make_draft(llama, CONFIG), llama, CONFIG, {}))
     prompts = [[5, 6, 7], [9] * 20]
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
-    plain = Engine(llama).generate(prompts, max_new_tokens=40, sampling=sampling, ignore_eos=True)
+    plain = Engine(llama).generate(prompts, max_new_tokens=24, sampling=sampling, ignore_eos=True)
     tree = engine.generate(
-        prompts, max_new_tokens=40, sampling=sampling, ignore_eos=True, shape=TreeShape((3, 4))
+        prompts, max_new_tokens=24, sampling=sampling, ignore_eos=True, shape=TreeShape((3, 4))
     )
     assert tree.tokens == plain.tokens
 

@@ -11,17 +11,28 @@ from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_WINDOW = {"num_hidden_layers": 5, "layer_types": _KINDS, "sliding_window": 8}
+WINDOWS = {
+    "gemma3": {**SHAPES["gemma3_micro"], **_WINDOW, "query_pre_attn_scalar": 20},
+    "windows of 3": {**SHAPES["qwen3_micro"], **_WINDOW, "sliding_window": 3, "use_sliding_window": True},
+}
+"""Targets with windows: of more tokens than the lookahead tokens, and of fewer."""
+
 
 @pytest.fixture
 def three_layers():
     """(family, dtype) -> a random target of three layers with grouped heads and sharp attention."""
 
     def make(family="llama", dtype=torch.float64, seed=1):
-        target = random_target({**SHAPES[f"{family}_micro"], "num_hidden_layers": 3}, seed=seed, dtype=dtype)
+        shape = WINDOWS.get(family) or {**SHAPES[f"{family}_micro"], "num_hidden_layers": 3}
+        target, gen = random_target(shape, seed=seed, dtype=dtype), torch.Generator().manual_seed(6)
         with torch.no_grad():
             for name, value in target.model.named_parameters():
                 if name.endswith("bias"):
                     value.normal_(0, 0.1)
+                elif name.endswith("norm.weight") and family in WINDOWS:
+                    value.add_(0.2 * torch.randn(value.shape, generator=gen, dtype=value.dtype))
                 elif value.dim() == 2 and ("q_proj" in name or "k_proj" in name):
                     value.mul_(2)  # a uniform attention would hide faults
         return target

@@ -6,39 +6,44 @@ tensors' own dtype (transformers' run in fp32 whatever comes in), so that fp64 i
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
+
+from longtrain.targets.rotary import layer_rope
 
 
 class Norm(torch.nn.Module):
     """RMSNorm in the dtype of its input."""
 
-    def __init__(self, weight, eps):
+    def __init__(self, weight, eps, offset=0):
         super().__init__()
+        self.offset = offset
         self.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
         self.variance_epsilon = eps
 
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            (self.weight + self.offset)
+            * x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
 
 def exact(target):
     """Give a target norms that compute in its own dtype."""
     for layer in target.model.model.layers:
-        exact_layer(layer, target.info.rms_norm_eps)
+        exact_layer(layer, target.info.rms_norm_eps, target.family.norm_offset)
     return target
 
 
-def exact_layer(layer, eps):
+def exact_layer(layer, eps, offset=0):
     """The same of one decoder layer."""
-    for owner, name in (
-        (layer, "input_layernorm"),
-        (layer, "post_attention_layernorm"),
-        (layer.self_attn, "q_norm"),
-        (layer.self_attn, "k_norm"),
-    ):
-        if hasattr(owner, name):
-            setattr(owner, name, Norm(getattr(owner, name).weight, eps))
+    for owner in (layer, layer.self_attn):
+        for name, module in list(owner.named_children()):
+            if name.endswith("norm"):
+                setattr(owner, name, Norm(module.weight, eps, offset))
 
 
 def weights(module, layer, name, scale, suffix):
@@ -56,9 +61,9 @@ def weights(module, layer, name, scale, suffix):
 
 
 def attention_of(target, x_SE, suffix, module=None, scale=0.0):
-    """Attention probabilities of every layer, [H, S, S], of one sequence whose suffix rows have LoRA."""
+    """Attention of every layer that sees the whole text, [H, S, S]; a sequence's suffix rows have LoRA."""
     info, S = target.info, len(x_SE)
-    cos, sin = target.rope(torch.arange(S)[None])
+    apart = torch.arange(S)[:, None] - torch.arange(S)
 
     def rotate(x):
         low, high = x.chunk(2, -1)
@@ -66,13 +71,17 @@ def attention_of(target, x_SE, suffix, module=None, scale=0.0):
 
     found = []
     for index, layer in enumerate(target.model.model.layers):
+        cos, sin = layer_rope(target, index, torch.arange(S)[None], x_SE.dtype)
+        window = info.windows[index]
+        norms = [getattr(layer, name) for name in target.family.norms]
+        after = [getattr(layer, name) for name in target.family.after or ()] or [lambda x: x] * 2
 
         def project(name, x, layer=layer, index=index):
             part, leaf = name.split(".")
             out = getattr(getattr(layer, part), leaf)(x)
             return out if module is None else out + weights(module, index, name, scale, suffix)(x)
 
-        h = layer.input_layernorm(x_SE)
+        h = norms[0](x_SE)
         q = project("self_attn.q_proj", h).view(S, info.n_heads, info.head_dim)
         k = project("self_attn.k_proj", h).view(S, info.n_kv_heads, info.head_dim)
         v = project("self_attn.v_proj", h).view(S, info.n_kv_heads, info.head_dim)
@@ -80,14 +89,17 @@ def attention_of(target, x_SE, suffix, module=None, scale=0.0):
             q, k = layer.self_attn.q_norm(q), layer.self_attn.k_norm(k)
         group = info.n_heads // info.n_kv_heads
         q, k = rotate(q), rotate(k).repeat_interleave(group, 1)
-        scores = torch.einsum("shd,thd->hst", q, k) * info.head_dim**-0.5
-        p = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-        found.append(p)
+        scores = torch.einsum("shd,thd->hst", q, k) * target.scaling(index)
+        hidden = (apart < 0) | (apart >= (window or S))
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if not window:
+            found.append(p)
         out = torch.einsum("hst,thd->shd", p, v.repeat_interleave(group, 1)).reshape(S, -1)
-        x_SE = x_SE + project("self_attn.o_proj", out)
-        h = layer.post_attention_layernorm(x_SE)
-        inner = functional.silu(project("mlp.gate_proj", h)) * project("mlp.up_proj", h)
-        x_SE = x_SE + project("mlp.down_proj", inner)
+        x_SE = x_SE + after[0](project("self_attn.o_proj", out))
+        h = norms[1](x_SE)
+        act = functional.silu if info.hidden_act == "silu" else partial(functional.gelu, approximate="tanh")
+        inner = act(project("mlp.gate_proj", h)) * project("mlp.up_proj", h)
+        x_SE = x_SE + after[1](project("mlp.down_proj", inner))
     return found
 
 

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -27,9 +26,9 @@ CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 FORMATS = methods.get("lookaheadkv").formats
 
 
-@pytest.fixture
-def target(three_layers):
-    return three_layers("qwen3", torch.float32)
+@pytest.fixture(params=["qwen3", "gemma3"])
+def target(three_layers, request):
+    return three_layers(request.param, torch.float32)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def scores_by_us(artifact, target, ids_S):
     """The same by the evictor of an artifact, [H, S] a layer: heads of one KV head are averaged."""
     evictor = artifact.attach(target, budget_tokens=4).evictor
     n, count = torch.tensor([len(ids_S)]), len(ids_S)
-    cache = target.new_cache(1, count, 0)
+    cache = target.plain_cache(1, count, 0)
     target.forward(
         TokenBatch(torch.arange(count)[None], ids_S[None], n_B=n), cache, outputs=OutputRequest("none")
     )
@@ -74,12 +73,15 @@ def scores_by_us(artifact, target, ids_S):
 
 
 def equal(target, mine_LGS, theirs):
-    for mine_GS, p_HS in zip(mine_LGS, theirs, strict=True):
+    layers = target.info.full_layers
+    for mine_GS, p_HS in zip(mine_LGS, [theirs[layer] for layer in layers], strict=True):
         p_GS = p_HS.reshape(target.info.n_kv_heads, -1, p_HS.shape[-1]).mean(1)
         torch.testing.assert_close(mine_GS, p_GS, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_are_those_of_pefts_own_layers(folder, target):
+    from peft import PeftModel
+
     ids_S = torch.randint(2, target.info.vocab_size, (23,))
     artifact = Artifact.load(folder)
     rows_ME = load_file(folder / "lookahead_embeddings.safetensors")["lookahead_embeddings"]
@@ -94,6 +96,8 @@ def test_scores_are_those_of_pefts_own_layers(folder, target):
 
 def test_an_adapter_that_peft_saved_is_read(folder, target):
     """Another rank and alpha, and LoRA in the last layer too, as peft initialises and saves it."""
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(
         r=2,
         lora_alpha=5,

@@ -74,6 +74,21 @@ def test_round_trip_is_bit_equal(made, target, tmp_path):
     assert torch.equal(one.idx_LBGK, two.idx_LBGK) and one.n_LBG.eq(7).all()
 
 
+def test_a_target_with_windows_is_checked_up_to_its_first_full_layer(three_layers, make_module, tmp_path):
+    """Its scores depend on the lookahead tokens' way through the layer before, which has a window."""
+    target = three_layers("gemma3", torch.float32)
+    module = make_module(target, CONFIG, torch.float32)
+    made = Artifact.from_module("lookaheadkv", CONFIG, module=module, target=target)
+    back = Artifact.load(made.save(tmp_path / "e"))
+    assert [back.golden.own[name].shape[0] for name in ("near_FGT", "scores_LGT")] == [1, 2]
+    assert verify(back.golden, lambda one: attach(one, module), target) < 1e-5
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for name in ("layers.0.mlp.up_proj.lora_A.weight", "layers.0.self_attn.v_proj.lora_B.weight"):
+        module.load_state_dict({**state, name: state[name] * 1.5})
+        with pytest.raises(ArtifactError, match="on stored inputs"):
+            verify(back.golden, lambda one: attach(one, module), target)
+
+
 def test_an_artifact_shares_budgets_out_as_it_was_told_unless_asked_otherwise(target, made):
     assert made.attach(target, budget_tokens=4).evictor.adaptive is False  # the paper's
     config = replace(CONFIG, adaptive="layers")

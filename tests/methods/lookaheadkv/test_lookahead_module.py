@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from longtrain import methods
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import LayerInfo, TargetInfo
 
 PUBLISHED = {  # layers, query heads, KV heads, head dim, hidden, intermediate -> M parameters, % of the model
     "llama32_1b": ((16, 32, 8, 64, 2048, 8192), 5.42, 0.44, 1.236),
@@ -118,8 +119,12 @@ def test_settings_out_of_range(changes, message):
 def test_targets_that_cannot_be(three_layers):
     with pytest.raises(TargetMismatchError, match=r"target\.path"):
         methods.get("lookaheadkv").build(Config(), None)
-    with pytest.raises(TargetMismatchError, match="activation 'gelu'"):
-        LookaheadKV(Config(), info_of(2, 4, 2, 16, 48, 80, hidden_act="gelu"))
+    for family in ("gpt_oss", "phi3", "ministral3"):  # sinks, joined linears, queries scaled by position
+        with pytest.raises(TargetMismatchError, match=f"family {family}; LookaheadKV is built for: llama, "):
+            LookaheadKV(Config(), info_of(2, 4, 2, 16, 48, 80, family=family))
+    near = tuple(LayerInfo(2, 16, 16, kv_of=index, window=8) for index in range(2))
+    with pytest.raises(TargetMismatchError, match="2 of 2 layers"):
+        LookaheadKV(Config(), replace(info_of(2, 4, 2, 16, 48, 80, family="mistral"), layers=near))
     experts = info_of(2, 4, 2, 16, 48, 80, family="qwen3_moe")
     with pytest.raises(TargetMismatchError, match=r"pass method.lora_targets=\[q,k,v,o\]"):
         LookaheadKV(Config(), experts)

@@ -41,7 +41,7 @@ def check_gradient(target, module, config, batch):
     return loss
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "windows of 3"])
 def test_gradient_is_that_of_naive_concatenation(three_layers, make_module, make_batch, family):
     config = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
     target = equations.exact(three_layers(family))
@@ -65,8 +65,9 @@ def test_gradient_is_that_of_naive_concatenation(three_layers, make_module, make
 )
 def test_gradient_under_options(three_layers, make_module, make_batch, changes):
     config = Config(n_lookahead=5, lora_rank=3, **changes)
-    target = equations.exact(three_layers("qwen3"))
-    check_gradient(target, make_module(target, config), config, make_batch(target, PAIRS))
+    for family in ("qwen3", "gemma3"):
+        target = equations.exact(three_layers(family))
+        check_gradient(target, make_module(target, config), config, make_batch(target, PAIRS))
 
 
 def test_kl_is_zero_when_the_rows_are_the_response(three_layers, make_batch):

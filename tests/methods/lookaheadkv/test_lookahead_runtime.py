@@ -42,14 +42,19 @@ def prefilled(target, texts, one):
 
 
 @pytest.mark.parametrize("window", [0, 16])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "windows of 3"])
 def test_scores_of_a_batch_are_those_of_the_equations(three_layers, make_module, family, window):
     config = replace(CONFIG, suffix_window=window)
     target = equations.exact(three_layers(family))
     module = make_module(target, config)
     texts, one = prompts(target), evictor(target, module, config)
     got = one.scores(prefilled(target, texts, one))
-    assert got.shape == (3, 3, target.info.n_kv_heads, max(LENGTHS)) and isinstance(one, Scorer)
+    assert got.shape == (
+        len(target.info.full_layers),
+        3,
+        target.info.n_kv_heads,
+        max(LENGTHS),
+    ) and isinstance(one, Scorer)
     for b, ids in enumerate(texts):
         outputs = equations.predicted(target, ids, len(ids), module, config)
         for layer, s in enumerate(outputs):

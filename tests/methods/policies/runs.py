@@ -25,7 +25,7 @@ def prefilled(
     ]
     tokens_BS, n_B = torch.tensor(rows, device=target.device), torch.tensor(lengths, device=target.device)
     room = max_new_tokens + policy.extra_tokens(longest)
-    cache = target.new_cache(len(prompts), longest + room, 1)
+    cache = target.plain_cache(len(prompts), longest + room, 1)
     watched = policy.hook(lengths)
     pos_BS = torch.arange(longest, device=target.device).expand_as(tokens_BS)
     step = target.forward(TokenBatch(pos_BS, tokens_BS, n_B=n_B), cache, hook=watched)

@@ -12,6 +12,7 @@ from longtrain.methods.specontext.config import Config
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
 from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import OutputRequest
 
 from .test_retrieval_head import head_of
@@ -28,6 +29,14 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def target():
     return random_target("llama_micro", seed=1, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    """A target of which three of five layers have a window."""
+    kinds = [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]
+    shape = {**SHAPES["gemma3_micro"], "num_hidden_layers": 5, "layer_types": kinds}
+    return random_target(shape, seed=1, dtype=torch.float64)
 
 
 def by_hand(head, target, config, batch):
@@ -52,14 +61,14 @@ def by_hand(head, target, config, batch):
             inside = far(config, torch.tensor([t]), n)[0]
             for x in range(head.n_sets):
                 layers = [
-                    (layer, g) for layer in range(info.n_layers) for g in range(info.n_kv_heads)
+                    (layer, g) for layer in info.full_layers for g in range(info.n_kv_heads)
                     if int(head.table_LG[layer, g]) == x
                 ]  # fmt: skip
                 mass = torch.zeros(n, dtype=torch.float64)
                 for layer, g in layers:
                     q, k = seen[layer]
                     pooled = torch.stack([
-                        (q[2 * g + h, t] @ k[g, : t + 1].T * 0.25).softmax(0) for h in range(2)
+                        (q[2 * g + h, t] @ k[g, : t + 1].T * target.scaling(0)).softmax(0) for h in range(2)
                     ])  # fmt: skip
                     pooled = pooled.mean(0) if config.pool == "mean" else pooled.amax(0)
                     own = torch.zeros(n, dtype=torch.float64)
@@ -88,10 +97,12 @@ def by_hand(head, target, config, batch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradient_are_those_of_the_sum_written_out(name, target, make_batch, monkeypatch):
+@pytest.mark.parametrize("which", ["target", "windows"])
+def test_loss_and_gradient_are_those_of_the_sum_written_out(name, which, request, make_batch, monkeypatch):
     """Three documents, one too short to be learned of, in many blocks of queries and keys."""
     monkeypatch.setattr(objectives, "BLOCK_BYTES", 4 * 4 * 64 * 2)
     monkeypatch.setattr(objectives, "KEY_ROWS", 17)
+    target = request.getfixturevalue(which)
     config, batch = CONFIGS[name], make_batch(target, (40, 9, 61))
     head = head_of(config, target)
     loss = RetrievalObjective(head, target, config)(batch)

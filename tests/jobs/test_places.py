@@ -1,0 +1,134 @@
+"""Places: each text is that of a call for it alone, whenever it begins and whatever is beside it."""
+
+import itertools
+
+import pytest
+import torch
+
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ArtifactError
+from longtrain.jobs.answering.places import Places
+from longtrain.targets.loading import load_target, random_target
+from longtrain.targets.shapes import SHAPES
+
+MOST = 12
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("tiny")
+
+
+def prompts(lengths, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(10, 400, (n,), generator=draw).tolist() for n in lengths]
+
+
+def alone(target, ids, one, sampling, most=MOST):
+    made = Engine(target).generate(
+        [ids], max_new_tokens=most, sampling=sampling, shape=PLAIN, sequence_ids=[one], ignore_eos=True
+    )
+    return made.tokens[0]
+
+
+def written(places, sequences, *, together=1, most=lambda one: MOST):
+    """Write an answer to each of [(id, prompt)] in whatever place is free; returns them by id."""
+    waiting, texts, owner = list(sequences), {one: [] for one, _ in sequences}, {}
+    while waiting or owner:
+        free = [place for place in range(places.n) if place not in owner][:together]
+        if waiting and len(free) >= min(together, len(waiting)):
+            begun, waiting = waiting[: len(free)], waiting[len(free) :]
+            free, ids = free[: len(begun)], [one for one, _ in begun]
+            places.begin(free, [prompt for _, prompt in begun], ids, most=MOST)
+            owner.update(zip(free, ids, strict=True))
+        for place, token in places.step():
+            texts[owner[place]].append(token)
+            if len(texts[owner[place]]) == most(owner[place]):
+                places.stop(place)
+                del owner[place]
+    return texts
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize(("n", "together"), [(1, 1), (3, 2), (20, 5)])
+def test_refilled_places_write_what_each_prompt_alone_gets(target, sampling, n, together):
+    given = prompts([5, 40, 1, 17, 2, 33, 9, 64, 3])
+    length = lambda one: 3 + one % 10  # noqa: E731 - so that places are refilled at different times
+    texts = written(Places(target, n, 80, sampling), list(enumerate(given)), together=together, most=length)
+    for one, prompt in enumerate(given):
+        assert texts[one] == alone(target, prompt, one, sampling)[: length(one)]
+
+
+def test_a_target_with_windows_writes_what_each_prompt_alone_gets():
+    near = random_target({**SHAPES["gemma3_micro"], "query_pre_attn_scalar": 16}, seed=1, dtype="float64")
+    given = [[token % 90 + 2 for token in prompt] for prompt in prompts([40, 3, 25])]
+    texts = written(Places(near, 2, 60, Sampling()), list(enumerate(given)))
+    for one, prompt in enumerate(given):
+        assert texts[one] == alone(near, prompt, one, Sampling())
+
+
+def test_only_what_is_new_is_read(target):
+    given = prompts([30, 7, 21])
+    places = Places(target, 2, 60, Sampling())
+    written(places, list(enumerate(given)))
+    assert places.prefilled == 29 + 6 + 20 and places.fed == 3
+    assert places.prefill_s > 0
+
+
+@pytest.mark.parametrize("waits", [0, 1, 5])
+@pytest.mark.parametrize("kept", [0, 1, 9, 35])
+def test_a_text_that_goes_on_is_that_of_a_fresh_prompt(target, kept, waits):
+    """Of 30 tokens and 6 of an answer `kept` stay in the place, which waited for what follows them."""
+    sampling = Sampling(temperature=0.7, seed=1)
+    (first, more, other) = prompts([30, 8, 12])
+    places = Places(target, 3, 80, sampling)
+    places.begin([1, 2], [first, other], [5, 6], most=MOST)
+    answer, beside = [], []
+    while len(answer) < 6:
+        for place, token in places.step():
+            (answer if place == 1 else beside).append(token)
+    held = [*first, *answer[:-1]]
+    places.stop(1, kept=len(held))
+    for _ in range(waits):
+        beside += [token for _, token in places.step()]
+    places.go_on(1, kept, more, 7, most=MOST)
+    again = []
+    while len(again) < MOST:
+        for place, token in places.step():
+            (again if place == 1 else beside).append(token)
+            if len(beside) == MOST:
+                places.stop(2)
+    assert again == alone(target, [*held[:kept], *more], 7, sampling)
+    assert beside[:MOST] == alone(target, other, 6, sampling)
+    assert places.prefilled == 29 + 11 and places.fed == 2 + 8
+
+
+def test_a_text_may_fill_its_place_to_the_last_slot(target):
+    (prompt,) = prompts([20])
+    places = Places(target, 2, 20 + MOST, Sampling())
+    places.begin([0], [prompt], [0], most=MOST)
+    tokens = [token for _, token in itertools.chain.from_iterable(places.step() for _ in range(MOST + 6))]
+    assert tokens[:MOST] == alone(target, prompt, 0, Sampling())
+
+
+def test_a_damaged_target_is_refused(target):
+    broken = load_target("tiny")
+    broken.model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(ArtifactError, match="NaN or infinite"):
+        Places(broken, 1, 40, Sampling()).begin([0], prompts([9]), [0], most=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"]
+)
+def test_graphs_of_places_write_what_each_prompt_alone_gets(sampling):
+    """In fp32: rounding in another order moves logits by 1e-6, and short texts stay."""
+    target = load_target("tiny", device="cuda", dtype=torch.float32)
+    given = prompts([5, 40, 1, 17, 2, 33, 9, 64, 3] * 8)
+    texts = written(Places(target, 64, 80, sampling), list(enumerate(given)), together=4)
+    for one, prompt in enumerate(given):
+        assert texts[one] == alone(target, prompt, one, sampling)
