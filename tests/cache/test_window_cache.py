@@ -300,8 +300,8 @@ def test_graphs_give_the_texts_of_uncaptured_steps(name, fused):
     plain = Engine(target, capture=False).generate(prompts, **how).tokens
     for parts, shape in (
         (Parts(), None),
-        (Parts(draft=Recall(plain), name="recall"), TreeShape((1, 1, 1, 1))),
-        (Parts(draft=Recall(plain), name="recall"), TreeShape((2, 3, 3))),
+        (Parts(draft=Recall(plain, device="cuda"), name="recall"), TreeShape((1, 1, 1, 1))),
+        (Parts(draft=Recall(plain, device="cuda"), name="recall"), TreeShape((2, 3, 3))),
     ):
         engine = Engine(target, parts, capture=True)
         for _ in range(2):

@@ -70,7 +70,7 @@ def long_case(tokens, every, heads, rows, dim):
     """Blocks of two documents, of which the second begins in the middle of a tile."""
     gen = torch.Generator().manual_seed(0)
     anchors = torch.arange(0, tokens, every)
-    anchors = (anchors + torch.randint(0, every, anchors.shape, generator=gen)).tolist()
+    anchors = (anchors + torch.randint(0, every, anchors.shape, generator=gen)).clamp(max=tokens).tolist()
     H, G = heads
     shapes = [(len(anchors), rows, H, dim), *[(len(anchors), rows, G, dim)] * 2, *[(tokens, G, dim)] * 2]
     tensors = [torch.randn(shape, generator=gen).cuda().bfloat16() for shape in shapes]

@@ -95,7 +95,8 @@ def test_on_a_gpu_in_bf16_it_is_as_near_to_fp64_as_rounded_logits_allow():
         found.append((loss.total.double(), loss.accept_N.double(), [x.grad.double() for x in leaves]))
     (total, accept, grads), (exact_total, exact_accept, exact_grads) = found
     torch.testing.assert_close(total, exact_total, rtol=5e-3, atol=0)
-    assert (accept - exact_accept).abs().max() < 0.02
+    # a logit of 8 is rounded by up to 0.016 in bf16
+    assert (accept - exact_accept).abs().max() < 0.04
     for grad, exact in zip(grads, exact_grads, strict=True):
         # rounded logits change the sign of q - p where q is near p
         assert (grad - exact).norm() < 0.3 * exact.norm()
