@@ -30,8 +30,8 @@ TILES = {
 }
 """Largest head dim -> tiles of the output, of the gradient of queries, and of that of keys and values."""
 _ROWS_OF = (("ROWS", "KEYS", 1), ("ROWS", "KEYS", 2), ("KEYS", "ROWS", 2))
-"""Of each kernel: the rows that a program holds all the time, those that it loads two tiles of for each
-stage, and the number of tiles that it holds."""
+"""For the kernels in the order of `TILES`: the constant with the rows of the tiles that a program holds all
+the time, the one with the rows of the two tiles that it loads in each stage, and how many it holds."""
 _MORE_SHARED = 2048
 """Bytes of shared memory beside the tiles, at most."""
 FLOAT = (tile(32, 32, 4, 1),) * 3
