@@ -34,8 +34,8 @@ class Prefixes:
         }
         self._text, self._ids_T = "", np.zeros(0, np.int64)
         self._at: list[tuple[int, int, int]] = []
-        """Where the added tokens of `_splits` stand in the text: the first character of each, the one after it,
-        and the token's number."""
+        """Where the added tokens of `_splits` stand in the text: the first character of each, the one after
+        it, and the token's number."""
 
     @staticmethod
     def serves(tokenizer: Any) -> bool:
