@@ -1,14 +1,18 @@
 r"""Training on 1 to N GPUs of this host: `python -m benchmarks.scaling --folder FOLDER`.
 
 Each number of GPUs trains the same steps with the same global batch; the result has tokens a second, the
-largest difference of a loss from the first run's, and the peak memory of each rank beside the plan's. With
-`--kill` the run on the most GPUs is repeated, one of its ranks is killed, and what the same command then
-makes of it is compared bit for bit. `--trainer cpu` rehearses it over gloo. Words after `--` go to every run:
+largest difference of a loss from the run on the fewest GPUs, and each rank's peak memory beside the plan's.
+With `--kill` three more runs on the most GPUs, with deterministic kernels, say whether a run whose rank was
+killed and that was started again is bit for bit one that was not. `--trainer cpu` rehearses it over gloo.
+
+FOLDER/scaling.json is written after every run. A run that fails, or takes longer than `--timeout`, is noted
+there, and the others go on. What is there already is not measured again, so a second call with the same
+settings adds GPUs or `--kill`. Words after `--` go to every run:
 
     python -m benchmarks.scaling --recipe eagle3_llama8b --trainer deepspeed_zero2 --kill
     python -m benchmarks.scaling --recipe eagle3_llama70b --shape llama33_70b --tokens 32768 65536 131072 \
         --trainer deepspeed_zero2 --devices 4 8 -- target.shard=fsdp2 method.chunk_tokens=2048
-    python -m benchmarks.scaling --trainer cpu --recipe longspec_tiny --shape tiny --tokens 256 --kill
+    python -m benchmarks.scaling --trainer cpu --recipe longspec_tiny --shape tiny --tokens 128 --kill
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,13 @@ from longtrain.files import as_json, read_json, write_files
 from longtrain.targets.shapes import SHAPES
 from longtrain.training import checkpoint, table
 
+SETTINGS = ("recipe", "shape", "tokens", "sequences", "steps", "trainer", "words")
+"""What the figures of one FOLDER have in common."""
+
+
+class RunError(Exception):
+    """A run ended with an error, or did not end."""
+
 
 def prepared(place: Path, asked: argparse.Namespace) -> list[str]:
     """Write the target's config and the data; return the words that every run takes."""
@@ -46,10 +58,11 @@ def prepared(place: Path, asked: argparse.Namespace) -> list[str]:
         shutil.copytree(tiny, place / "target", dirs_exist_ok=True, ignore=shutil.ignore_patterns("weights*"))
         (place / "target" / "config.json").write_text(json.dumps(shape))
         target = [f"target.path={place / 'target'}", "target.weights=random", "init=null"]
-    rng = random.Random(0)
+    # the tokenizer is the bundled one whatever the shape, and data holds only tokens that a tokenizer knows
+    rng, known = random.Random(0), read_json(tiny / "config.json")["vocab_size"]
     with (place / "tokens.jsonl").open("w") as file:
         for _ in range(16):
-            ids = [rng.randrange(shape["vocab_size"]) for _ in range(max(asked.tokens))]
+            ids = [rng.randrange(known) for _ in range(max(asked.tokens))]
             file.write(json.dumps({"input_ids": ids}) + "\n")
     stage = "{{steps: {0}, sequence_tokens: {1}, doc_tokens: {1}}}"
     stages = ", ".join(stage.format(asked.steps, tokens) for tokens in asked.tokens)
@@ -59,8 +72,6 @@ def prepared(place: Path, asked: argparse.Namespace) -> list[str]:
         *(f"data.stages=[{stages}]", f"trainer.max_steps={asked.steps * len(asked.tokens)}"),
         *(f"trainer.sequences_per_step={asked.sequences}", "trainer.accumulate_grad_batches=1"),
         *("data.min_doc_tokens=2", "trainer.val_every=0", "trainer.log_every=1"),
-        f"trainer.deterministic={asked.kill}",
-        f"trainer.checkpoint_every_steps={max(asked.steps // 2, 1)}",
         *("optim.warmup_ratio=0.0", "callbacks.progress=false", "callbacks.curves=false"),
         *(f"trainer={asked.trainer}", *(["trainer.strategy=ddp"] if asked.trainer == "cpu" else [])),
         *asked.words,
@@ -72,53 +83,108 @@ def command(job: str, words: list[str], devices: int, name: str) -> list[str]:
     return [sys.executable, "-m", "longtrain", job, *words, f"trainer.devices={devices}", f"name={name}"]
 
 
-def ran(words: list[str]) -> None:
-    """Run a command; its own error was printed, so one line says which command failed."""
-    if status := subprocess.run(words, check=False).returncode:
-        raise SystemExit(f"status {status} of {shlex.join(words)}")
+@contextmanager
+def started(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a process group of its own; no rank of it outlives this, whatever failed."""
+    process = subprocess.Popen(words, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait for a command that `started` has; return its status.
+
+    Raises:
+        RunError: it did not end in time.
+    """
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"no end after {seconds:g} s, killed: {shlex.join(process.args)}; more: --timeout"  # type: ignore[arg-type]
+        ) from None
+
+
+def ran(words: list[str], seconds: float) -> None:
+    """Run a command.
+
+    Raises:
+        RunError: it failed (its own error was printed), or did not end in time.
+    """
+    with started(words) as process:
+        if status := ended(process, seconds):
+            raise RunError(f"status {status} of {shlex.join(words)}")
 
 
 def measured(place: Path, words: list[str], devices: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Train on some devices and plan the same; return the figures of each stage and all losses."""
+    """Train on some devices, and plan the same meanwhile; return the figures of each stage and all losses."""
     name, plan = f"on-{devices}", place / f"plan-{devices}.json"
-    train = command("train", [*words, "resume=never"], devices, name)
-    ran(train)
-    ran(command("plan", [*words, f"json={plan}"], devices, name))
+    words = [*words, "trainer.checkpoint_every_minutes=0"]
+    train, began = command("train", [*words, "resume=never"], devices, name), time.monotonic()
+    with started(command("plan", [*words, f"json={plan}"], devices, name)) as planning:
+        ran(train, asked.timeout)
+        seconds = time.monotonic() - began
+        if status := ended(planning, asked.timeout):
+            raise RunError(f"status {status} of the plan on {devices} devices")
     folder, stages = place / "runs" / name / "train", []
-    speed = table.read(folder / "speed.csv")
+    speed, summary = table.read(folder / "speed.csv"), read_json(folder / "summary.json")
     for number, stage in enumerate(read_json(plan)["stages"]):
         rows, tokens = speed[number * asked.steps : (number + 1) * asked.steps], stage["sequence_tokens"]
-        seconds = statistics.median(float(row["seconds_per_step"]) for row in rows[1:] or rows)
-        found = {"sequence_tokens": tokens, "step_s": seconds, "plan_step_s": stage.get("step_s")}
-        found["tokens_per_s"] = asked.sequences * tokens / seconds
+        step_s = statistics.median(float(row["seconds_per_step"]) for row in rows[1:] or rows)
+        found = {"sequence_tokens": tokens, "step_s": step_s, "plan_step_s": stage.get("step_s")}
+        found["tokens_per_s"] = asked.sequences * tokens / step_s
         found["peak_bytes"] = float(rows[-1]["peak_memory_bytes"])
         stages.append({**found, "plan_peak_bytes": stage["memory_bytes"]["peak"]})
-    losses = [float(row["train/loss"]) for row in table.read(folder / "metrics.csv")]
-    peaks = read_json(folder / "summary.json")["peak_memory_bytes_by_rank"]
-    made = {"devices": devices, "command": shlex.join(train[1:]), "peak_bytes_by_rank": peaks}
-    return made | {"stages": stages, "losses": losses}
+    return {
+        "devices": devices,
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(min(devices, torch.cuda.device_count()))],
+        "command": shlex.join(train[1:]),
+        "seconds": seconds,
+        "peak_bytes_by_rank": summary["peak_memory_bytes_by_rank"],
+        "gather_wait_share": summary["gather_wait_share"],
+        "stages": stages,
+        "losses": [float(row["train/loss"]) for row in table.read(folder / "metrics.csv")],
+    }
+
+
+def compare_with_fewest(runs: list[dict[str, Any]]) -> None:
+    """Order runs by devices; add to each its speedup over the first and its largest difference of a loss."""
+    runs.sort(key=lambda run: run["devices"])
+    for run in runs:
+        pairs = zip(run["losses"], runs[0]["losses"], strict=True)
+        run["largest_relative_difference_of_a_loss"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        for stage, fewest in zip(run["stages"], runs[0]["stages"], strict=True):
+            stage["speedup"] = stage["tokens_per_s"] / fewest["tokens_per_s"]
 
 
 def killed(place: Path, words: list[str], devices: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """Kill the last rank after the first checkpoint, run the command again, and compare with the whole."""
-    whole, cut = (place / "runs" / name / "train" for name in (f"on-{devices}", f"killed-{devices}"))
+    """Train once; again, and kill the last rank after a checkpoint; run that command again, and compare."""
+    whole, cut = (place / "runs" / f"{name}-{devices}" / "train" for name in ("whole", "killed"))
+    half = max(asked.steps // 2, 1)
+    words = [*words, "trainer.deterministic=true", f"trainer.checkpoint_every_steps={half}"]
+    ran(command("train", [*words, "resume=never"], devices, whole.parent.name), asked.timeout)
     shutil.rmtree(cut.parent, ignore_errors=True)
     train = command("train", words, devices, cut.parent.name)
-    process = subprocess.Popen(train, start_new_session=True)
-    try:
-        while len(table.read(cut / "metrics.csv")) <= asked.steps // 2:
+    with started(train) as process:
+        end = time.monotonic() + asked.timeout
+        while len(table.read(cut / "metrics.csv")) <= half:
             if process.poll() is not None:
-                raise SystemExit(f"the run ended with {process.returncode} before it could be killed")
+                raise RunError(
+                    f"the run ended with {process.returncode} before it could be killed; more: --steps"
+                )
+            if time.monotonic() > end:
+                raise RunError(f"no step {half + 1} after {asked.timeout:g} s: {shlex.join(train)}")
             time.sleep(0.02)
         os.kill(rank_of(process.pid, devices - 1), signal.SIGKILL)
         began = time.monotonic()
         found: dict[str, Any] = {"command": shlex.join(train[1:]), "killed_rank": devices - 1}
-        found |= {"status": process.wait(300), "seconds_until_it_ended": time.monotonic() - began}
-    finally:
-        # no rank outlives this, whatever failed
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    ran(train)
+        found |= {"status": ended(process, asked.timeout)}
+        found |= {"devices": devices, "seconds_until_it_ended": time.monotonic() - began}
+    ran(train, asked.timeout)
     return found | compared(whole, cut)
 
 
@@ -135,44 +201,74 @@ def compared(whole: Path, cut: Path) -> dict[str, bool]:
 
 
 def rank_of(parent: int, rank: int) -> int:
-    """Return the process of a rank other than the first, which is the command and starts the others."""
-    with suppress(FileNotFoundError):  # one that ended meanwhile
-        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            if f"LOCAL_RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return int(child)
-    raise SystemExit(f"process {parent} has no rank {rank}: it ended, or Linux does not list its children")
+    """Return the process of a rank other than the first, which is the command and starts the others.
+
+    Raises:
+        RunError: there is none.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # one that ended meanwhile, or another user's
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if int(after_name[1]) == parent and f"LOCAL_RANK={rank}".encode() in environment:
+                return int(folder.name)
+    raise RunError(f"process {parent} has no rank {rank}: it ended")
 
 
 def main() -> None:
-    """Run everything, print a line for each number of devices, and write FOLDER/scaling.json."""
+    """Run everything that FOLDER/scaling.json lacks, and print a line for each run.
+
+    Raises:
+        SystemExit: FOLDER has figures of other settings, or a run failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--recipe", default="longspec_llama8b_long")
     parser.add_argument("--shape", default="llama31_8b", help="of the random target; tiny: the bundled one")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], help="GPUs, in this order")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of sequences, a stage each")
     parser.add_argument("--sequences", type=int, default=8, help="packed sequences of a step, over all ranks")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
     parser.add_argument("--folder", type=Path, default=Path("scaling"))
     parser.add_argument("--trainer", default="ddp", help="of conf/trainer; cpu: ranks over gloo")
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one run may take")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
     if asked.kill and max(asked.devices) < 2:
         parser.error(f"--kill needs a run on 2 GPUs or more, not --devices {max(asked.devices)}")
     place = asked.folder.absolute()
+    settings = {name: getattr(asked, name) for name in SETTINGS}
+    result: dict[str, Any] = {"settings": settings, "runs": [], "killed": []}
+    if (place / "scaling.json").exists():
+        before = read_json(place / "scaling.json")
+        if before.get("settings") != settings:
+            parser.error(f"{place} is of other settings, {before.get('settings')}; pass another --folder")
+        result |= {"runs": before["runs"], "killed": before["killed"]}
+    failed = result["failed"] = []
     words = prepared(place, asked)
-    runs: list[dict[str, Any]] = []
-    result = {**provenance.gather(), "runs": runs}
-    for devices in asked.devices:
-        runs.append(measured(place, words, devices, asked))
-        pairs = zip(runs[-1]["losses"], runs[0]["losses"], strict=True)
-        runs[-1]["largest_relative_difference_of_a_loss"] = max(abs(a - b) / abs(b) for a, b in pairs)
-        for stage, alone in zip(runs[-1]["stages"], runs[0]["stages"], strict=True):
-            stage["speedup"] = stage["tokens_per_s"] / alone["tokens_per_s"]
-        if asked.kill and devices == max(asked.devices):
-            runs[-1]["killed"] = killed(place, words, devices, asked)
-        sys.stdout.write(f"{json.dumps({**runs[-1], 'losses': None})}\n")
+
+    def add(kind: str, devices: int, run: Callable[..., dict[str, Any]]) -> None:
+        if any(one["devices"] == devices for one in result[kind]):
+            return
+        try:
+            found = run(place, words, devices, asked)
+        except RunError as error:
+            failed.append({"devices": devices, "error": str(error)})
+            sys.stderr.write(f"{error}\n")
+        else:
+            result[kind].append(found)
+            compare_with_fewest(result["runs"])
+            sys.stdout.write(f"{json.dumps({**found, 'losses': None})}\n")
+            sys.stdout.flush()
+            found["provenance"] = provenance.gather()  # a later call may be of another commit
         write_files(place, {"scaling.json": as_json(result)})
+
+    for devices in asked.devices:
+        add("runs", devices, measured)
+    if asked.kill:
+        add("killed", max(asked.devices), killed)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed; the others are in {place / 'scaling.json'}")
 
 
 if __name__ == "__main__":

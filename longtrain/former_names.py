@@ -23,6 +23,10 @@ STARTS = "start_"
 setting existed lacks it, and is read all the same."""
 
 
+ADDED = {"level_inputs": False}
+"""Settings that were added later -> the value that goes on with what was trained before they existed."""
+
+
 def now_called(key: str) -> str:
     """For a key's former name `; it is called NEW now`, for any other an empty string."""
     new = RENAMED.get(key.rpartition(".")[2])

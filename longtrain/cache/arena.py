@@ -38,6 +38,7 @@ class ArenaCache(KVCache):
         self.store, self._splits = store, splits
         self._counts_2B = store.len_B.new_zeros(2, len(store.len_B))
         self.len_B, self.rows_B = self._counts_2B.unbind(0)
+        self._dropped_B = store.dropped_B.clone() if isinstance(store, WindowCache) else None
         self._masks = KernelMask()
         self._claimed = self._used = self._high = self._tail = 0
 
@@ -81,6 +82,8 @@ class ArenaCache(KVCache):
                 own[..., : dense.used, :].copy_(other[..., : dense.used, :])
         self.rows_B.copy_(dense.base + dense.rows_B)
         self.len_B.copy_(cache.len_B)
+        if self._dropped_B is not None:
+            self._dropped_B.copy_(self.len_B - self.rows_B)
 
     def put(self, place: int, cache: DenseCache, row: int, tokens: int) -> None:
         """Copy the first entries of a sequence of a cache to one of this arena, whose length stays (`begin`).
@@ -126,15 +129,17 @@ class ArenaCache(KVCache):
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache`. Stored entries before a token's window are not read."""
+        dropped_B = self._dropped_B
         return tree_attention(
             q_BHTD,
             self.store.k_LBGSD[layer],
             self.store.v_LBGSD[layer],
-            self.rows_B,
+            self.rows_B if dropped_B is None else self.len_B,
             self._masks.of(mask),
             scale=scale,
             window=window,
             depth_BT=self._masks.depths(mask),
+            dropped_B=dropped_B,
         )
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
@@ -160,11 +165,14 @@ class ArenaCache(KVCache):
         store = self.store
         if not isinstance(store, WindowCache) or not store.overflows(self._high, rows):
             return
-        # the count first: a kernel may read it before the last move has ended (`kernels.devices`)
-        before_B = self.rows_B.clone()
-        self.rows_B.clamp_(max=store.near)
-        store.to_front(before_B)
-        self._high = min(self._high, store.near)
+        assert self._dropped_B is not None
+        first_B = store.first_kept(self.len_B)
+        start_B = first_B - self._dropped_B
+        # the counts first: a kernel may read them before the last move has ended (`kernels.devices`)
+        self._dropped_B.copy_(first_B)
+        self.rows_B.copy_(self.len_B - first_B)
+        store.to_front(start_B)
+        self._high = min(self._high, store.kept)
         if self._high + rows > store.capacity:
             raise ConfigError(f"a step of {rows} tokens for static buffers with room for {store.max_nodes}")
 
@@ -179,7 +187,8 @@ class ArenaCache(KVCache):
     def bytes(self) -> int:
         """Bytes of the positions that these sequences need, and of lengths; the arena may be larger."""
         slot = self.store.k_LBGSD[..., 0, :].nbytes + self.store.v_LBGSD[..., 0, :].nbytes
-        return min(self._claimed, self.store.capacity) * slot + self.len_B.nbytes + self.rows_B.nbytes
+        counts = self._counts_2B.nbytes + (0 if self._dropped_B is None else self._dropped_B.nbytes)
+        return min(self._claimed, self.store.capacity) * slot + counts
 
 
 class LayeredArena(LayeredCache):

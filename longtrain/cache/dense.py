@@ -1,12 +1,13 @@
 """A plain KV cache: every position in the model's own dtype, in static buffers.
 
 Shapes: L layers, B batch, T new tokens, S cache positions, N tree nodes, P path, H query heads, G KV heads, D
-head dim, R = T * H / G packed rows (the queries of one KV head).
+head dim, R = T * H / G packed rows (the queries of one KV head), Q = B * T new tokens end to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ _SLACK = 64
 
 _MIN_PREFIX, _MAX_REST = 512, 1024
 """Attention is split where all sequences share at least so long a prefix and differ by at most so much."""
+
+_MANY = 128
+"""New tokens from which on a causal step attends each sequence by itself, if the host knows all lengths."""
 
 
 class DenseCache(KVCache):
@@ -84,6 +88,8 @@ class DenseCache(KVCache):
         self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
         self._row_B = torch.arange(batch, device=device)
         self._low = self._high = self._synced_high = 0
+        self._known: tuple[int, ...] | None = None
+        """Stored entries of each sequence if the host was told (`rewind`) and nothing was committed since."""
         self._tail = 0
         self._slots_BT: Tensor | None = None
         self._visible: dict[int, tuple[Mask, int, int, int, Tensor]] = {}
@@ -122,6 +128,8 @@ class DenseCache(KVCache):
             return scaled_dot_product_attention(
                 q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
             ), None
+        if self._each_serves(mask, T):
+            return self._attend_each(layer, q_BHTD, scale), None
         with_lse = isinstance(mask, PrefixOnly) and mask.lse
         out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=with_lse)
         if isinstance(mask, PrefixOnly) and not self.base:
@@ -145,6 +153,8 @@ class DenseCache(KVCache):
             bounds = range(0, (B + 1) * T, T)
             out = packed_attention(q, k, v, bounds, bounds, scale=scale, window=window - 1)
             return out.unflatten(0, (B, T)).transpose(1, 2), None
+        if self._each_serves(mask, T):
+            return self._attend_each(layer, q_BHTD, scale, window=window - 1), None
         return self._attend(layer, q_BHTD, mask, scale, with_lse=False, window=window)
 
     def attend_lse(
@@ -162,6 +172,27 @@ class DenseCache(KVCache):
                 f"layer {layer} has a sliding window of {window} tokens: positions of its entries and of the "
                 "new tokens are needed; read a layer that sees the whole text"
             )
+
+    def _each_serves(self, mask: Mask, T: int) -> bool:
+        """True if `_attend_each` serves a step of T new tokens."""
+        return isinstance(mask, Causal) and self._known is not None and not self.base and T >= _MANY
+
+    def _attend_each(self, layer: int, q_BHTD: Tensor, scale: float, *, window: int | None = None) -> Tensor:
+        """Causal attention of many new tokens, without a mask of new tokens x stored entries.
+
+        A sequence's prefix and new tokens are adjacent in the buffer; they are copied to one segment.
+        """
+        assert self._known is not None
+        B, _, T, _ = q_BHTD.shape
+        used_B = [n + T for n in self._known]
+        k_SGD, v_SGD = (
+            torch.cat([x_GCD[:, :n].transpose(0, 1) for x_GCD, n in zip(x_BGCD, used_B, strict=True)])
+            for x_BGCD in self._stored(layer, max(used_B))
+        )
+        bounds, k_bounds = range(0, (B + 1) * T, T), list(accumulate(used_B, initial=0))
+        q_QHD = q_BHTD.transpose(1, 2).flatten(0, 1)
+        out_QHD = packed_attention(q_QHD, k_SGD, v_SGD, bounds, k_bounds, scale=scale, window=window)
+        return out_QHD.unflatten(0, (B, T)).transpose(1, 2)
 
     def _attend(
         self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool, window: int = 0
@@ -210,6 +241,7 @@ class DenseCache(KVCache):
             for buffer in (self.k_LBGSD, self.v_LBGSD):
                 buffer[:, rows_B1, :, goal_BP] = buffer[:, rows_B1, :, source_BP]
         self._high += self._tail if path_BP is None else path_BP.shape[1]
+        self._known = None
         self.len_B = self.len_B + n_B
         self._slots_BT = None
         self._visible.clear()
@@ -232,6 +264,7 @@ class DenseCache(KVCache):
         self.len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
         self._low, self._high = min(lengths), max(lengths)
         self._synced_high = self._high
+        self._known = tuple(lengths)
         self._slots_BT = None
         self._visible.clear()
 

@@ -141,7 +141,7 @@ def new_cache(*, n_layers: int, windows: Sequence[int], **sizes: Any) -> DenseCa
 def last_entries(
     cache: DenseCache, layers: Sequence[int], lengths: Sequence[int], *, room: int, nodes: int | None = None
 ) -> WindowCache:
-    """Copy what later tokens see of some layers with a window: the last entries of each prompt.
+    """Copy what later tokens see of some layers with a window: the last entries, in whole tiles.
 
     Args:
         cache: committed prompts, with the `windows` of its layers.
@@ -163,13 +163,13 @@ def last_entries(
         dtype=cache.k_LBGSD.dtype,
         windows=[cache.windows[layer] for layer in layers],
     )
-    counts = [min(near.near, length) for length in lengths]
-    starts = torch.tensor([n - m for n, m in zip(lengths, counts, strict=True)])
-    at_BS = starts[:, None] + torch.arange(max(counts))
+    starts = near.first_kept(torch.tensor(lengths))
+    most = int((torch.tensor(lengths) - starts).max())
+    at_BS = starts[:, None] + torch.arange(most)
     at_BS = at_BS.clamp(max=max(lengths) - 1).to(cache.k_LBGSD.device, non_blocking=True)
     index = at_BS[:, None, :, None].expand(-1, G, -1, D)
     for own, layer in enumerate(layers):
-        near.k_LBGSD[own, :, :, : max(counts)] = cache.k_LBGSD[layer].gather(2, index)
-        near.v_LBGSD[own, :, :, : max(counts)] = cache.v_LBGSD[layer].gather(2, index)
+        near.k_LBGSD[own, :, :, :most] = cache.k_LBGSD[layer].gather(2, index)
+        near.v_LBGSD[own, :, :, :most] = cache.v_LBGSD[layer].gather(2, index)
     near.resume(lengths)
     return near

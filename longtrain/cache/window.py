@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longtrain.cache.base import Mask
 from longtrain.cache.dense import DenseCache
-from longtrain.costs.model import window_slots
+from longtrain.costs import model
+from longtrain.costs.model import window_kept, window_slots
 from longtrain.errors import ConflictError, refusal
 
 
@@ -22,14 +23,15 @@ class WindowCache(DenseCache):
     """The last entries of each sequence, in order; those that left every window are dropped now and then.
 
     A new token sees the last `near` entries at most (the largest window less 1). The buffer has room for
-    those, for a quarter of a window, and for `max_nodes` new tokens. These follow the stored entries as in
-    any dense cache, so rejected ones never overwrite what is still seen. Before a step that would not fit,
-    the last `near` entries of each sequence move to the front, in all layers. The host knows when by its
-    bound on the lengths, so that it never waits for the device, and a CUDA graph contains no such move.
+    those, for a quarter of a window or two tiles, and for `max_nodes` new tokens. These follow the stored
+    entries as in any dense cache, so rejected ones never overwrite what is still seen. Before a step that
+    would not fit, the last entries of each sequence move to the front, in all layers. The host knows when by
+    its bound on the lengths, so that it never waits for the device, and a CUDA graph contains no such move.
 
     Entries are thus contiguous and in the order of their positions, and attention is that over a cache of all
-    entries: the kernels need not know about it, as they would for a ring that is indexed modulo its size. The
-    price is a copy of `near` entries for each quarter of a window that the host counts.
+    entries. Only whole tiles of positions are dropped, so that up to `kept` entries stay: a kernel that is
+    told how many were dropped has each key in the tile where it would be among all entries, and gives the
+    same bits. The price is a copy of `kept` entries for each quarter of a window that the host counts.
 
     A step of more tokens than there is room for (a prompt, or a chunk of one) attends in a buffer that one
     layer needs at a time, and leaves the entries that later tokens see. It must be committed as `expect` was
@@ -45,10 +47,10 @@ class WindowCache(DenseCache):
     def __init__(self, *, max_tokens: int, max_nodes: int, windows: Sequence[int], **sizes: Any) -> None:
         slots = min(max_tokens, window_slots(max(windows)))
         super().__init__(max_tokens=slots, max_nodes=max_nodes, windows=windows, **sizes)
-        self.near, self.max_nodes = max(windows) - 1, max_nodes
+        self.near, self.kept, self.max_nodes = max(windows) - 1, window_kept(max(windows)), max_nodes
         self.limit = max_tokens + max_nodes
         self.dropped_B = torch.zeros_like(self.len_B)
-        """Positions of each sequence that are not stored any more."""
+        """Positions of each sequence that are not stored any more, in whole tiles."""
         self._end = 0
         """Upper bound of the committed positions, known on the host."""
         self._expected_B: Tensor | None = None
@@ -76,22 +78,23 @@ class WindowCache(DenseCache):
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store tail entries of a layer; before the first layer's, entries are dropped if need be."""
         T = k_BGTD.shape[2]
-        if self._large is None and self._high > self.near and self.overflows(self._high, T):
-            self.to_front(self.rows_B)
+        if self._large is None and self._high > self.kept and self.overflows(self._high, T):
+            self.to_front(self.first_kept(self.len_B) - self.dropped_B)
             self._drop()
         if not self.overflows(self._high, T):
             super().write(layer, k_BGTD, v_BGTD)
             return
-        self._tail, rows_B, size = T, self.rows_B, self._high + T
-        after_B = rows_B + (T if self._expected_B is None else self._expected_B)
-        index = self._last(after_B, size).expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
+        self._tail, size = T, self._high + T
+        after_B = self.len_B + (T if self._expected_B is None else self._expected_B)
+        index = self._from(self.first_kept(after_B) - self.dropped_B, size)
+        index = index.expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
         both = []
         for buffer_BGSD, new_BGTD in ((self.k_LBGSD[layer], k_BGTD), (self.v_LBGSD[layer], v_BGTD)):
             whole_BGSD = new_BGTD
             if self._high:
                 whole_BGSD = torch.cat((buffer_BGSD[:, :, : self._high], new_BGTD), 2)
                 whole_BGSD[self._row_B[:, None], :, self._slots(T)] = new_BGTD.transpose(1, 2)
-            buffer_BGSD[:, :, : self.near] = whole_BGSD.gather(2, index)
+            buffer_BGSD[:, :, : self.kept] = whole_BGSD.gather(2, index)
             both.append(whole_BGSD)
         self._large = both[0], both[1]
 
@@ -132,18 +135,24 @@ class WindowCache(DenseCache):
         """True if `new` tokens do not fit behind `rows` entries, and entries can be dropped."""
         return rows + new > self.capacity < self.limit
 
-    def to_front(self, rows_B: Tensor) -> None:
-        """Move the last `near` of `rows_B` entries to the front, in all layers, without a host sync."""
+    def first_kept(self, len_B: Tensor) -> Tensor:
+        """First position that stays of so many where others are dropped: the last `near`, and their tile."""
+        return (len_B - self.near).clamp(min=0) // model.TILE * model.TILE
+
+    def to_front(self, start_B: Tensor) -> None:
+        """Move `kept` entries from these on to the front, in all layers, without a host sync."""
         L, _, G, _, D = self.k_LBGSD.shape
-        index = self._last(rows_B, self.capacity)[None].expand(L, -1, G, -1, D)
+        index = self._from(start_B, self.capacity)[None].expand(L, -1, G, -1, D)
         for buffer in (self.k_LBGSD, self.v_LBGSD):
-            buffer[:, :, :, : self.near] = buffer.gather(3, index)
+            buffer[:, :, :, : self.kept] = buffer.gather(3, index)
 
     def resume(self, lengths: Sequence[int]) -> None:
-        """Begin with texts of these lengths, whose last entries, `near` or all, were put to the front."""
-        super().rewind([min(length, self.near) for length in lengths])
-        whole_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
-        self.dropped_B, self.len_B = whole_B - self.len_B, whole_B
+        """Begin with texts of these lengths, whose entries from `first_kept` on were put to the front."""
+        whole_B = torch.tensor(lengths, dtype=torch.int64)
+        dropped_B = self.first_kept(whole_B)
+        super().rewind((whole_B - dropped_B).tolist())
+        device = self.len_B.device
+        self.dropped_B, self.len_B = (x.to(device, non_blocking=True) for x in (dropped_B, whole_B))
         self._end, self._large = max(lengths), None
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -167,15 +176,15 @@ class WindowCache(DenseCache):
         """Bytes of K, V, lengths and numbers of dropped positions."""
         return super().bytes() + self.dropped_B.nbytes
 
-    def _last(self, rows_B: Tensor, size: int) -> Tensor:
-        """Indices [B, 1, K, 1] of the last `near` of `rows_B` entries, below `size`; from 0 on if fewer."""
-        at_BK = (rows_B - self.near).clamp(min=0)[:, None] + torch.arange(self.near, device=rows_B.device)
+    def _from(self, start_B: Tensor, size: int) -> Tensor:
+        """Indices [B, 1, K, 1] of `kept` entries from `start_B` on, below `size`."""
+        at_BK = start_B[:, None] + torch.arange(self.kept, device=start_B.device)
         return at_BK.clamp(max=size - 1)[:, None, :, None]
 
     def _drop(self) -> None:
-        """Count all entries but the last `near`, which are at the front, as dropped."""
-        self.dropped_B = self.len_B - self.rows_B.clamp(max=self.near)
-        self._low, self._high = min(self._low, self.near), min(self._high, self.near)
+        """Count all entries before `first_kept`, which is at the front, as dropped."""
+        self.dropped_B = self.first_kept(self.len_B)
+        self._low, self._high = min(self._low, self.near), min(self._high, self.kept)
         self._slots_BT = None
         self._visible.clear()
 

@@ -16,8 +16,9 @@ from longtrain.costs.model import Sizes
 LOGITS_BYTES = 2**29
 """`losses` processes as many tokens at once as keep student and teacher logits in fp32 within these bytes."""
 
-KL_BYTES, KL_MOVED = 28, 88
-"""Bytes per logit that the KL loss holds at once, and bytes per logit that it reads and writes in total."""
+KL_BYTES, KL_MOVED = 28, 16
+"""Bytes per logit that the KL loss holds at once, and bytes per logit that it reads and writes in total: both
+sides' logits are written once and read twice (`kernels.head_kl`), the gradient is written and read."""
 
 CE_BYTES, CE_MOVED = 8, 16
 """The same for the cross-entropy, whose kernel works in place."""

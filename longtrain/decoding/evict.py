@@ -205,6 +205,7 @@ class PromptRun:
         pos_BT = self.n_B[:, None] + torch.arange(T, device=self.n_B.device)
         batch = TokenBatch(pos_BT, ids_BT.to(self.n_B.device, non_blocking=True))
         seen = on_layers(hook, self.target.info)
+        self.cache.rewind(self.lengths)  # drops nothing: attention over many tokens needs lengths on the host
         self.target.forward(
             batch, self.cache, outputs=OutputRequest("none"), hook=seen
         )  # not committed: the next step overwrites it

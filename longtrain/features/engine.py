@@ -126,8 +126,8 @@ class EngineStates(FeatureFiles):
         """See `FeatureFiles.remedy`."""
         if setup:
             return (
-                "an engine writes hidden states of documents alone: pass method=dspark, or method=eagle3 "
-                "with start_inputs=plain, or features=online"
+                "an engine writes hidden states of documents alone: pass method=dspark with "
+                "level_inputs=false, or method=eagle3 with start_inputs=plain, or features=online"
             )
         return "have the engine write them too, for these very token ids (longtrain prepare rows=FILE)"
 

@@ -96,7 +96,20 @@ def build_trainer(
             f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
         ) from error
     trainer.accumulate_grad_batches = loop.sequences_of_a_rank(trainer.world_size)
+    _without_lightnings_signals(trainer)
     return trainer
+
+
+def _without_lightnings_signals(trainer: Trainer) -> None:
+    """Leave signals to `callbacks.Checkpoints` alone.
+
+    Lightning 2.6 tells all ranks before each micro-batch whether rank 0 got SIGTERM, and ignores an error of
+    that broadcast. When rank 0 is gone, the ranks next to it would go on to their next collective call and
+    wait for those that still wait for the broadcast, until the process group's time limit of 30 minutes. Its
+    signal handlers broadcast too, at a moment at which the other ranks may do something else.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
 def clean(folder: Path) -> None:

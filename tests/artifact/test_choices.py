@@ -55,7 +55,7 @@ IN_TRAINING = {
     "indexer": SETS,
     "dspark": OFFSETS
     | {"anchor_every", "block_decay", "ce_weight", "l1_weight", "confidence_weight", "chunk_tokens"}
-    | {"min_confidence"},  # which of the same nodes are verified
+    | {"min_confidence", "start_norm"},  # which of the same nodes are verified; how a new draft begins
 }
 """Settings that nothing depends on once a module is trained."""
 

@@ -161,6 +161,56 @@ def test_the_split_path_runs_when_forced_and_gives_the_lse(path):
         torch.testing.assert_close(lse[1], expected[0])
 
 
+@pytest.mark.parametrize("window", [0, 3, 50])
+def test_many_tokens_after_known_lengths_need_no_mask(window, monkeypatch):
+    """As the host knows the lengths after `rewind`, each sequence is a segment; the result is the mask's."""
+    monkeypatch.setattr(dense, "_MANY", 6)
+    store, model = prefilled()
+    q, kv = model.rows(6)
+
+    def attended():
+        store.write(1, kv[1, 0], kv[1, 1])
+        if window:
+            return store.attend_window(1, q[1], mask=Causal(), scale=SCALE, window=window)[0]
+        return store.attend(1, q[1], mask=Causal(), scale=SCALE)[0]
+
+    masked = attended()
+    monkeypatch.setattr(store, "_visible_rows", None)  # no mask is built
+    with pytest.raises(TypeError):
+        attended()
+    store.rewind([9, 4, 3])
+    torch.testing.assert_close(attended(), masked, atol=1e-12, rtol=1e-12)
+    store.commit(None, torch.tensor([6, 6, 6]))
+    with pytest.raises(TypeError):  # a commit's lengths are on the device
+        attended()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "dim", "window"), [((14, 2), 64, 0), ((4, 1), 256, 300), ((8, 8), 128, 0)])
+def test_many_tokens_in_half_precision_on_a_gpu(heads, dim, window):
+    """Segments of different lengths through flash attention, against fp32 under a mask on a CPU."""
+    (n_heads, n_kv), T, lengths = heads, 200, [700, 512, 90]
+    rng = torch.Generator("cuda").manual_seed(0)
+    found = {}
+    draw = {"device": "cuda", "generator": rng}
+    before = torch.randn(2, 3, n_kv, 700, dim, **draw).bfloat16()
+    q, (k, v) = torch.randn(3, n_heads, T, dim, **draw).bfloat16(), torch.randn(2, 3, n_kv, T, dim, **draw)
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        sizes = {"n_layers": 1, "n_kv_heads": n_kv, "head_dim": dim, "batch": 3, "max_tokens": 1000}
+        store, place = DenseCache(**sizes, max_nodes=0, device=device, dtype=dtype), (device, dtype)
+        store.write(0, *before.to(*place))
+        store.commit(None, torch.tensor(lengths, device=device))
+        if dtype == torch.bfloat16:
+            store.rewind(lengths)
+        store.write(0, k.bfloat16().to(*place), v.bfloat16().to(*place))
+        args = {"mask": Causal(), "scale": dim**-0.5}
+        if window:
+            found[device] = store.attend_window(0, q.to(*place), **args, window=window)[0]
+        else:
+            found[device] = store.attend(0, q.to(*place), **args)[0]
+    torch.testing.assert_close(found["cuda"].cpu().float(), found["cpu"], atol=1e-2, rtol=2e-2)
+
+
 def test_lengths_stay_right_when_the_host_bound_drifts():
     store, model = prefilled()
     for _ in range(40):  # the bound grows by 5 a step, the truth by 1 or 2

@@ -29,23 +29,27 @@ DRAFT, MODULE = 251_670_528, 20_553_728
 
 
 def job(
-    method: str, tokens: int, trained: int, *, shape: str = "llama31_8b", response: int = 0, **keys: Any
+    method: str,
+    tokens: int,
+    trained: int,
+    *,
+    shape: str = "llama31_8b",
+    response: int = 0,
+    documents: int = 1,
+    **keys: Any,
 ) -> Job:
     spec, size = get(method), Sizes.of_keys(SHAPES[shape])
-    row = PackedSequence(tokens, tokens, response)
+    row = PackedSequence(tokens, tokens // documents, response)
     return Job(size, False, 2, trained, row, spec.cost.training(spec.config(**keys), size, row, trained, 2))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_longspec_as_measured_at_8b_shape(index: int) -> None:
-    """Peaks to 2%, times to 8%; `bench` keeps no gradients of the step before, which training does."""
+    """Peaks to 2%; `bench` keeps no gradients of the step before, which training does."""
     measured = json.loads((RESULTS / "draft_memory.json").read_text())["rows"][index]
     one = job("longspec", measured["row_tokens"], DRAFT, chunk_tokens=4096)
     peak = ranks.memory(one, Spread()).peak - 4 * DRAFT
     assert peak == pytest.approx(measured["step"]["peak_bytes"], rel=0.02)
-    times = ranks.seconds(one, Spread(), H200, rows=1)
-    assert times.target == pytest.approx(measured["target"]["seconds"]["median"], rel=0.08)
-    assert times.step == pytest.approx(measured["step"]["seconds"]["median"], rel=0.08)
 
 
 def test_lookaheadkv_as_measured_at_8b_shape() -> None:
@@ -55,8 +59,45 @@ def test_lookaheadkv_as_measured_at_8b_shape() -> None:
     one = job("lookaheadkv", 16384 + 512, MODULE, response=512)
     peak = ranks.memory(one, Spread()).peak - 4 * MODULE
     assert peak == pytest.approx(measured["step"]["peak_bytes"], rel=0.03)
+    (measured,) = json.loads((RESULTS / "lookaheadkv_step.json").read_text())["rows"]
     step_s = ranks.seconds(one, Spread(), H200, rows=1).step
-    assert step_s == pytest.approx(measured["step"]["ms"]["median"] / 1e3, rel=0.1)
+    assert step_s == pytest.approx(measured["step"]["ms"]["median"] / 1e3, rel=0.15)
+
+
+FOUR_GPUS = json.loads((RESULTS / "cluster" / "four_gpus.json").read_text())
+TRAINED = {"longspec 8b": DRAFT, "eagle3 8b": 424_689_664}
+TRAINED |= {"longspec 70b": 989_880_320, "eagle3 70b": 1_403_027_456}
+
+
+@pytest.mark.parametrize("row", FOUR_GPUS["scaling"] + FOUR_GPUS["sharded"], ids=lambda row: row["name"])
+def test_steps_as_measured_on_four_gpus(row: dict[str, Any]) -> None:
+    """Times to 15%, and the plan's that docs/cluster.md shows are today's."""
+    method, *words = row["name"].split("-")
+    keys: dict[str, Any] = {"objective": "ce"} if method == "longspec" else {}
+    if "gpus" in row:
+        n = int(row["gpus"])
+        one, rows = job(method, 16384, TRAINED[f"{method} 8b"], **keys), 8 // n
+        layout = Spread(devices=n, zero=2 if n > 1 else 0)
+    else:
+        keys |= {"chunk_tokens": 2048} if method == "eagle3" else {}
+        tokens, trained = 1024 * int(words[1].removesuffix("k")), TRAINED[f"{method} 70b"]
+        one, rows = job(method, tokens, trained, shape="llama33_70b", **keys), 1
+        layout = Spread(devices=4, zero=2, offload=method == "longspec", shard=True)
+    step_s = ranks.seconds(one, layout, H200, rows=rows).step
+    assert step_s == pytest.approx(row["measured_step_s"], rel=0.15)
+    assert step_s == pytest.approx(row["plan_step_s"])
+
+
+@pytest.mark.parametrize("window, documents", [(0, 1), (1023, 1), (0, 8)])
+def test_steps_as_measured_at_a_small_shape(window: int, documents: int) -> None:
+    """Small products and launches bound them: what a layer and a micro-batch take beside the arithmetic."""
+    name = "eagle3" + (" window" if window else "") + (" eight documents" if documents > 1 else "")
+    runs = json.loads((RESULTS / "draft_step.json").read_text())["runs"]
+    (measured,) = [run for run in runs if run["name"] == name]
+    keys = {"depths": 5, "draft_vocab_size": 16384, "fc_norm": True, "norm_output": True, "window": window}
+    one = job("eagle3", 16384, 14_528_448, shape="smollm2_135m", documents=documents, **keys)
+    step_s = ranks.seconds(one, Spread(), H200, rows=1).step
+    assert step_s == pytest.approx(measured["step_ms"]["median"] / 1e3, rel=0.15)
 
 
 class Counted(TorchDispatchMode):

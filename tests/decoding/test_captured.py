@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longtrain.decoding import captured
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
@@ -199,14 +200,24 @@ def test_experts_and_sinks_ask_the_host_for_nothing(family, shape, tapes):  # no
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
-def test_cuda_graphs_of_experts_give_the_same_texts(family, dtype):
-    """The same products in a graph as without one, of one token and of a tree's."""
+def test_cuda_graphs_of_experts_give_the_same_texts(family, dtype, monkeypatch):
+    """A graph repeats the kernels of the steps before it, to the bit. In fp32 the texts are also those of
+    uncaptured steps, whose attention is another implementation: in bf16 its rounding changes texts.
+    """
     target = random_target(usual(family), dtype=dtype, device="cuda").fuse()
     draft = noisy_longspec(target)
     draft.draft.to("cuda")
+    parts = Parts(draft=draft, name="longspec")
     for shape in (PLAIN, TREE):
-        parts = Parts(draft=draft, name="longspec")
-        both(target, parts, THREE, max_new_tokens=48, shape=shape, ignore_eos=True)
+        settings = {"max_new_tokens": 48, "shape": shape, "ignore_eos": True}
+        replayed = Engine(target, parts, capture=True).generate(THREE, **settings)
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "has_graphs", lambda device: False)
+            launched = Engine(target, parts, capture=True).generate(THREE, **settings)
+        assert replayed.stats.capture_s > 0 == launched.stats.capture_s
+        same(launched, replayed)
+        if dtype == torch.float32:
+            both(target, parts, THREE, **settings)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from longtrain import methods
 from longtrain.cache.base import KVCache, Tree
 from longtrain.cache.evicted import compact
 from longtrain.cache.layered import LayeredCache
+from longtrain.costs.model import window_slots
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, Keep
 from longtrain.decoding.prefill import prefill
@@ -202,7 +203,7 @@ def test_the_share_is_that_of_all_entries_which_are_needed(target):
     stats = Engine(target, parts).generate([prompt], max_new_tokens=8, ignore_eos=True).stats
     slot = 2 * 2 * 16 * 8  # keys and values of 2 heads of 16 numbers of 8 bytes
     nodes, room = 1, 8
-    near = 3 * (WINDOW - 1 + WINDOW // 4 + nodes)
+    near = 3 * window_slots(WINDOW, nodes)
     full = slot * (2 * (200 + room + nodes) + near)
     held = slot * (2 * (20 + room + nodes) + near)
     assert abs(stats.cache_bytes_full - full) < slot and abs(stats.cache_bytes - held) < slot

@@ -158,9 +158,10 @@ def test_windows_of_a_text_model_within_a_model_of_images_too(composed, capsys, 
     cfg = composed("plan", "target=local", f"target.path={tmp_path}", "contexts=[1k]")
     plan.run(cfg)
     shown = capsys.readouterr().out
-    gib = 2 * 2 * 16 * (6 * 39 + 2048) / 2**30  # K and V in bf16 of one head of 16
+    gib = 2 * 2 * 16 * (6 * 159 + 2048) / 2**30  # K and V in bf16 of one head of 16
     assert (
-        f"6 of 7 layers see the last 32 tokens; they store 39 entries, and all layers then {gib:.3g}" in shown
+        f"6 of 7 layers see the last 32 tokens; they store 159 entries, and all layers then {gib:.3g}"
+        in shown
     )
     info, _ = target_shape(cfg.target)
     assert info.layer(0).rope != info.rope and source_layer(LongSpec(), info) == 5

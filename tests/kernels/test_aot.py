@@ -31,11 +31,12 @@ def compiled_tree(tile, *, alone=False, window=0, D=128):
     kind = f"tensordesc<bf16[1,1,{tile.keys},{D}]>" if tile.bulk else "*bf16"
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
     types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64", "depth_ptr": "*i64"}
+    types |= {"dropped_ptr": "*i64"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": D, "WIDTH": D, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
         "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
-        "ALONE": alone, "WINDOW": window,
+        "ALONE": alone, "WINDOW": window, "DROPPED": window > 0,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
@@ -99,10 +100,11 @@ def test_tree_attention_in_a_window(alone, D):
 
 def test_the_end_of_tree_attention():
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")} | {"len_ptr": "*i64", "bits_ptr": "*i64"}
+    types |= {"dropped_ptr": "*i64"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": 64, "KEYS": 64, "OWN": 16, "CHAINED": True,
-        "WINDOW": 512,
+        "WINDOW": 512, "DROPPED": True,
     }  # fmt: skip
     built = compile_kernel(tree.finish_kernel, types, constants, aligned=STRIDES)
     assert built.stack_bytes == 0

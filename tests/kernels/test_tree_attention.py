@@ -2,6 +2,7 @@ import pytest
 import torch
 from attention_cases import dense_case, distance, forest, grown, mask_named, rows_alone
 
+from longtrain.costs.model import TILE
 from longtrain.errors import DataError
 from longtrain.kernels.tree_attention import CAUSAL, reference, tree_attention, tree_bits
 
@@ -218,3 +219,24 @@ def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n
     for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
         own, own_lse = tree_attention(*case, CAUSAL, **how)
         assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "G", "D"), [(4, 1, 256), (32, 8, 128), (8, 2, 64)])
+@pytest.mark.parametrize(("window", "T"), [(128, 1), (512, 5), (512, 11), (512, 60)])
+def test_dropped_tiles_change_no_bits(window, T, H, G, D):
+    """As in a cache of the last entries, of a chain and of a tree, in half precision."""
+    lens = (2000, 1003)
+    q, k, v, lens_B = dense_case(
+        B=2, H=H, G=G, T=T, D=D, lens=lens, S=2100, dtype=torch.bfloat16, device="cuda"
+    )
+    dropped_B = (lens_B - window + 1) // TILE * TILE
+    index = (dropped_B[:, None] + torch.arange(900, device="cuda")).clamp(max=2099)
+    last = [x.gather(2, index[:, None, :, None].expand(-1, G, -1, D)) for x in (k, v)]
+    for name in ("causal", "tree"):
+        mask, visible_BTT = mask_named(name, 2, T, "cuda")
+        depth_BT = (visible_BTT.sum(-1) - 1).expand(2, -1).contiguous().cuda()
+        how = {"scale": D**-0.5, "window": window, "depth_BT": depth_BT}
+        whole = tree_attention(q, k, v, lens_B, mask, **how)
+        same = tree_attention(q, *last, lens_B, mask, **how, dropped_B=dropped_B)
+        assert all(torch.equal(*pair) for pair in zip(whole, same, strict=True))

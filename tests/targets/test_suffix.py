@@ -242,7 +242,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
         found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
         got = float(sum((g * way).sum() for g, way in zip(found[-1], ways, strict=True)))
         # the differences', and norms compute in fp32; so do routers, which are steep
-        assert got == pytest.approx(outputs, rel=2e-3 if target.info.experts else 1e-5)
+        assert got == pytest.approx(outputs, rel=5e-3 if target.info.experts else 1e-5)
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)

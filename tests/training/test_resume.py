@@ -15,6 +15,8 @@ import torch
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
 from longtrain.training import checkpoint, table
 from longtrain.training.callbacks import Stopped
+from longtrain.training.loop import build_trainer
+from longtrain.training.settings import LoopConfig
 
 from . import toy
 
@@ -77,6 +79,15 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, monkeypatch, step):
     same_state(newest(tmp_path / "whole"), newest(tmp_path / "cut"))
 
 
+def test_a_setting_added_later_may_be_missing_where_it_changes_nothing(tmp_path):
+    toy.train(tmp_path, steps=2, facts={"method.x": 1})
+    saved = newest(tmp_path)
+    checkpoint.check_facts(saved, {**saved.facts, "method.level_inputs": False, "method.start_norm": 3.0})
+    for key, value in (("level_inputs", True), ("another", False)):
+        with pytest.raises(ConfigError, match=rf"method\.{key}: None -> {value}\)"):
+            checkpoint.check_facts(saved, {**saved.facts, f"method.{key}": value})
+
+
 def test_handlers_are_given_back(tmp_path, monkeypatch):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     toy.train(tmp_path / "a", steps=2)
@@ -84,6 +95,21 @@ def test_handlers_are_given_back(tmp_path, monkeypatch):
     with pytest.raises(Stopped, match="SIGUSR1"):
         toy.train(tmp_path / "b", steps=2)
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+
+
+def test_lightning_neither_catches_signals_nor_hides_that_a_rank_is_gone(tmp_path, monkeypatch):
+    """Its broadcast before each micro-batch ignores errors; the other ranks would wait for each other."""
+    handler, asked = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args, **kwargs: asked.append(args))
+    trainer = build_trainer(LoopConfig(accelerator="cpu", devices=1, precision="32-true"), tmp_path)
+    replaced = {
+        trainer.fit_loop.epoch_loop: "_broadcast_sigterm_tensor",
+        trainer._signal_connector: "register_signal_handlers",
+    }
+    for owner, name in replaced.items():
+        assert hasattr(type(owner), name), f"Lightning has no {name} any more: what replaces it?"
+        getattr(owner, name)()
+    assert asked == [] and signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_kill_at_random_moments_and_resume_gives_the_same_file(tmp_path):

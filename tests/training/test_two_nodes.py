@@ -1,8 +1,7 @@
 """Two nodes of two processes, as srun and torchrun start them: one is killed, and the run goes on as it was.
 
 Gloo on this machine stands for the network. With more than two ranks a sum's last bit depends on where in a
-bucket a gradient lies, which two ranks do not show. Slow, since on a busy machine ranks were seen to wait for
-longer than a test may after rank 0, which has the store of addresses, was killed.
+bucket a gradient lies, which two ranks do not show. Slow: twelve processes start.
 """
 
 import multiprocessing

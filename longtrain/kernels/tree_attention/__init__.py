@@ -77,6 +77,7 @@ def tree_attention(
     nodes: int | None = None,
     window: int = 0,
     depth_BT: Tensor | None = None,
+    dropped_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T new tokens over positions [0, base + len_B[b]) and their own T entries after them.
 
@@ -97,6 +98,9 @@ def tree_attention(
         window: keys that a token sees, its own included, by position: the number of its ancestors counts for
             a node, not its place. 0: all.
         depth_BT: int64, number of ancestors of each node; only with a window and a tree's mask.
+        dropped_B: int64 like `len_B`, first positions of each sequence that are not stored, so that slot s
+            has position dropped_B[b] + s; a multiple of `costs.model.TILE`, and before every token's window.
+            The result has the bits of one over all positions. None: none; only with a window.
 
     Returns:
         out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a token that
@@ -110,6 +114,9 @@ def tree_attention(
     nodes = q_BHTD.shape[2] if nodes is None else nodes
     _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base, nodes)
     _check_window(mask, window, depth_BT, (len(q_BHTD), q_BHTD.shape[2]), nodes)
+    if dropped_B is not None and (not window or dropped_B.shape != len_B.shape):
+        found = f"dropped_B {tuple(dropped_B.shape)} with window={window}"
+        raise refusal(DataError, found, f"{tuple(len_B.shape)}, and a window")
     if splits is not None and splits < 1:
         raise refusal(DataError, f"splits={splits}", "1 or more")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
@@ -117,7 +124,7 @@ def tree_attention(
             q_BHTD,
             k_BGSD,
             v_BGSD,
-            len_B,
+            len_B if dropped_B is None else len_B - dropped_B,
             mask,
             scale=scale,
             base=base,
@@ -139,6 +146,7 @@ def tree_attention(
         nodes=nodes,
         window=window,
         depth_BT=depth_BT,
+        dropped_B=dropped_B,
     )
 
 

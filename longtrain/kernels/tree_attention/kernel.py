@@ -4,7 +4,8 @@ A tile of ROWS packed rows m = i * GROUP + r has query i under query head r of o
 are read once for a group. Keys are divided into tiles of KEYS positions; tiles entirely inside the prefix
 need no mask, and the others (the end of the prefix and the new tokens, called ragged here) are masked by
 position. Tile t of the keys belongs to split t % splits, so that additional keys do not change the sums of
-earlier tiles. Partial results are at index ((b * G + kv) * tiles + tile) * splits + split.
+earlier tiles; entries that a window has passed may be dropped in whole tiles (`_stored`), and the others keep
+their tiles and splits. Partial results are at index ((b * G + kv) * tiles + tile) * splits + split.
 
 ALONE: a node's result is bit for bit the one of plain decoding, where the tokens that it sees are the last
 ones in the cache. Tensor cores round depending on a key's index in the tile, and a tree has its nodes side by
@@ -38,6 +39,14 @@ def _prefetch(at, SIZE: tl.constexpr):
     """One thread prefetches SIZE numbers from an address on into the L2 cache."""
     size = SIZE * at.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _stored(at, dropped_ptr, b, stride, DROPPED: tl.constexpr):
+    """Where position 0 of a sequence would be, if the first stored one is at `at`."""
+    if DROPPED:
+        at -= tl.load(dropped_ptr + b).to(tl.int64) * stride
+    return at
 
 
 @triton.jit
@@ -133,12 +142,13 @@ def _gathered(
 
 @triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, depth_ptr, out_ptr, lse_ptr, state_ptr, scale2,
-    splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t, depth_b,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, dropped_ptr, bits_ptr, depth_ptr, out_ptr, lse_ptr,
+    state_ptr, scale2, splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    depth_b,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, ALONE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
@@ -151,6 +161,7 @@ def attend_kernel(
         leave maximum, weights (in `state_ptr`) and weighted values to `finish_kernel`.
     WINDOW: keys that a token sees, or 0. Tiles before the first token's window are skipped, others masked;
         each keeps its split, so that the sums are those of plain decoding.
+    DROPPED: the first `dropped_ptr` positions of each sequence are not stored; only with a window.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -178,8 +189,8 @@ def attend_kernel(
 
     dim, key = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     wide = (dim < D)[None, :]
-    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
-    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+    k_ptr = _stored(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g, dropped_ptr, b, k_s, DROPPED)
+    v_ptr = _stored(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g, dropped_ptr, b, v_s, DROPPED)
     head = kv * GROUP + member
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
@@ -241,10 +252,11 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits", "T", "base"])
 def finish_kernel(
-    q_ptr, k_ptr, v_ptr, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
+    q_ptr, k_ptr, v_ptr, len_ptr, dropped_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr, WINDOW: tl.constexpr,
+    DROPPED: tl.constexpr,
 ):  # fmt: skip
     """Process the ragged tile that an ALONE split has left out, for one node.
 
@@ -266,8 +278,8 @@ def finish_kernel(
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + node.to(tl.int64) * q_t
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0)
     q = q.to(k_ptr.dtype.element_ty)
-    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
-    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+    k_ptr = _stored(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g, dropped_ptr, b, k_s, DROPPED)
+    v_ptr = _stored(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g, dropped_ptr, b, v_s, DROPPED)
     k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS, WINDOW)
     if CHAINED:
         gdc_wait()

@@ -98,6 +98,7 @@ def tree_attention(
     nodes: int | None = None,
     window: int = 0,
     depth_BT: Tensor | None = None,
+    dropped_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: chosen by the number of packed rows."""
     B, H, T, D = q_BHTD.shape
@@ -116,11 +117,13 @@ def tree_attention(
     q_BHTD = dense_rows(q_BHTD)
     bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
     depth = len_B if depth_BT is None else dense_rows(depth_BT)
+    dropped = len_B if dropped_B is None else dropped_B
     programs = B * G * tiles
     part_lse, part_out, state = partial_results(
         q_BHTD, programs * splits * tile.rows, width, programs * 2 * tile.rows * tile.keys if alone else 0
     )
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
+    const |= {"WINDOW": window, "DROPPED": dropped_B is not None}
     copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
     bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
     side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
@@ -128,20 +131,20 @@ def tree_attention(
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
-            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, depth, part_out, part_lse, state,
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, dropped, bits, depth, part_out, part_lse, state,
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides, depth.stride(0),
-            **const, **of_mask, WINDOW=window, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
+            **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
             AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
         if alone:
             kernels.finish_kernel[(B * G * T * 2,)](
-                q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, scale * LOG2E,
+                q_BHTD, k_BGSD, v_BGSD, len_B, dropped, bits, part_out, part_lse, state, scale * LOG2E,
                 splits, T, base,
                 *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
-                **const, KEYS=tile.keys, WINDOW=window, OWN=max(16, triton.next_power_of_2(group)),
+                **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)),
                 num_warps=4, **chained,
             )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)

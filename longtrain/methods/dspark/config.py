@@ -37,6 +37,10 @@ class Config:
     # one; False: as DFlash, each masked slot predicts its own token, and the block has one slot more
     mask_token: int | None = None  # id of the token that fills a block; null: the tokenizer's mask token, or
     # the first embedding beyond its tokens, or a reserved token, or that of padding or end
+    level_inputs: bool = False  # each channel of the target's states is divided by its size, measured before
+    # training, and then enters fc; exported folders have the factors in fc
+    start_norm: Positive = 1.0  # weights of a new draft's last norm; the target's own, which its LM head is
+    # for, may be several times as large, and they move by a learning rate a step
     anchor_every: Count = 8  # one block is trained for so many positions where one can begin, at random among
     # them (512 blocks in 4096 tokens, as the authors); 1: one for each; validation always has all
     block_decay: Positive = 4.0  # slot k of a block weighs exp(-k / block_decay)

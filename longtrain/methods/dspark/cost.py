@@ -58,7 +58,8 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     # K and V, what a chunk leaves on them, and its sum in fp32; one layer's part of it in fp32 in a backward
     own, last = sum(config.own_layers), 0 if all(config.own_layers) else 2 * kv
     shared = 2 * own * kv * T * (2 * itemsize + 4) + 2 * kv * T * 4
-    activations = max(at_once * each, chunk * (n * E + 2 * E + 4 * own * kv)) * itemsize
+    joined = (2 if config.level_inputs else 1) * n * E
+    activations = max(at_once * each, chunk * (joined + 2 * E + 4 * own * kv)) * itemsize
     block = min(at_once, max(16, LOSS_BYTES // (2 * V * itemsize)))
     loss = 2 * block * V * itemsize + (2 * 4 + itemsize) * markov
     chunks = -(-rows // max(at_once, 1))

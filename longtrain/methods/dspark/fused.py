@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from longtrain.kernels.fused_layer import Rotation, RowPositions, Slots, enter_rows
@@ -43,7 +42,7 @@ class FusedDSpark:
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
         """Combine the target's hidden states of the layers read, each [N, E], into c, [N, E]."""
-        return normed(self.fc(torch.cat(tuple(states), dim=-1)), self.draft.hidden_norm)
+        return normed(self.fc(self.draft.joined(states)), self.draft.hidden_norm)
 
     def block(
         self,

@@ -94,6 +94,7 @@ class DSparkDraft(nn.Module):
     """
 
     mask_id: Tensor
+    factor_N: Tensor | None
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
@@ -107,6 +108,9 @@ class DSparkDraft(nn.Module):
         E, eps = info.hidden_size, config.rms_norm_eps or info.rms_norm_eps
         self.first = 0 if config.sample_from_anchor else 1
         """Row of a block that predicts the token after the anchor."""
+        factors = torch.ones(len(self.read) * E) if config.level_inputs else None
+        self.register_buffer("factor_N", factors)
+        """Factors on the channels of the target's states, [len(read) * E]; None: the states as they are."""
         self.block_size = config.block_size
         self.own = tuple(i for i, own in enumerate(config.own_layers) if own)
         """Layers with keys and values of their own of the tokens before blocks; others read the target's."""
@@ -123,6 +127,7 @@ class DSparkDraft(nn.Module):
         for tensor in self.parameters():
             if tensor.ndim == 2:
                 nn.init.normal_(tensor, std=0.02)
+        nn.init.constant_(self.norm.weight, config.start_norm)
         if self.markov_head is not None:
             # Nothing is corrected at first: training begins as DFlash's. The embeddings are large, because a
             # row of them changes only in steps with its token, and the matrix learns as fast as they are.
@@ -142,7 +147,12 @@ class DSparkDraft(nn.Module):
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
         """Combine the target's hidden states of the layers `read`, each [..., E], into c, [..., E]."""
-        return self.hidden_norm(self.fc(torch.cat(tuple(states), dim=-1)))
+        return self.hidden_norm(self.fc(self.joined(states)))
+
+    def joined(self, states: Sequence[Tensor]) -> Tensor:
+        """Return the input of `fc`, [..., len(read) * E]: states of the layers `read`, each [..., E]."""
+        joined = torch.cat(tuple(states), dim=-1)
+        return joined if self.factor_N is None else joined * self.factor_N.to(joined.dtype)
 
     def keys_values(self, context: Tensor, rope: Rope) -> list[Tensor]:
         """Return K and V of tokens before blocks for the layers `own`: K of the first, V, K of the second ...

@@ -15,8 +15,9 @@ from longtrain.methods.checked import built_for_target, check_sizes, given_keys,
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.cost import cycle, training
 from longtrain.methods.dspark.formats import FORMATS
+from longtrain.methods.dspark.level import level_factors
 from longtrain.methods.dspark.mask_token import check_mask_token, choose_mask_token
-from longtrain.methods.dspark.modules import DSparkDraft
+from longtrain.methods.dspark.modules import UNCHOSEN, DSparkDraft
 from longtrain.methods.dspark.objective import DSparkObjective
 from longtrain.methods.dspark.runtime import DSparkRuntime
 from longtrain.methods.spec import MethodSpec
@@ -27,9 +28,12 @@ KEYS = ("min_confidence",)
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> DSparkObjective:
-    """Build the objective; a new draft chooses its mask token."""
+    """Build the objective; a new draft chooses its mask token and measures the target's channels."""
     draft, target = trained(DSparkDraft, module, target)
+    new = int(draft.mask_id) == UNCHOSEN
     choose_mask_token(draft, target, config)
+    if new and draft.factor_N is not None:
+        draft.factor_N.copy_(level_factors(target, draft.read))
     return DSparkObjective(draft, target, config)
 
 

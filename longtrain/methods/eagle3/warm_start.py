@@ -1,6 +1,6 @@
 """Initialises a draft from the weights of the target it drafts for.
 
-Shapes: K tokens of the draft's vocabulary, E hidden dim, T tokens of a probe.
+Shapes: K tokens of the draft's vocabulary, E hidden dim, T tokens of the probe.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from longtrain.data.packing.packed_sequences import positions
-from longtrain.targets.step import OutputRequest
+from longtrain.features.probe import probed_states
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 SPREAD = 0.5
 """Standard deviation of the logits of a random direction after the last norm is scaled down: the initial loss
 is then about an eighth of a nat above the uniform distribution's."""
-
-PROBE_TOKENS = 256
-"""Number of random tokens on which the magnitudes of the target's channels are measured."""
 
 
 @torch.no_grad()
@@ -82,26 +78,13 @@ def _level(draft: Eagle3Draft, target: Target) -> None:
     """
     joined = draft.input_norm
     norms = list(draft.fc_norm or ()) if joined is None else [joined]
-    states = _states(draft, target) if norms else []
+    states = probed_states(target, draft.layers) if norms else []
     if joined is not None:
         states = [torch.cat(states, -1)]
     for norm, state_TE in zip(norms, states, strict=True):
         normed_TE = state_TE / state_TE.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
         size_E = normed_TE.pow(2).mean(0).sqrt()
         norm.get_parameter("weight").copy_(1 / size_E.clamp(min=float(size_E.median())))
-
-
-def _states(draft: Eagle3Draft, target: Target) -> list[Tensor]:
-    """Return the target's states of the draft's layers for fixed random tokens, each [T, E] in fp32.
-
-    The first token is excluded, because its state is unlike all others.
-    """
-    bounds = (0, min(PROBE_TOKENS, target.info.max_positions))
-    gen = torch.Generator().manual_seed(0)
-    ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
-    pos_T = positions(bounds).to(target.device)
-    step = target.packed(ids_T, pos_T, bounds, OutputRequest("none", hidden=draft.layers))
-    return [step.hidden[layer][1:].float() for layer in draft.layers]
 
 
 def _copy(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:

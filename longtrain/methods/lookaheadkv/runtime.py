@@ -40,6 +40,7 @@ class LookaheadEvictor(Budgeted):
         config: hyperparameters.
         budget: entries kept of each layer and KV head; on average if budgets are adaptive.
         adaptive: how the budget is shared.
+        kernel: width of the max-pool over scores; None: the config's.
 
     Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
     Note: adaptive budgets are not the paper's; scores of each head are then normalised to sum to 1 over the
@@ -59,17 +60,15 @@ class LookaheadEvictor(Budgeted):
         budget: Budget,
         *,
         adaptive: Adaptive = False,
+        kernel: int | None = None,
     ) -> None:
         self.module, self.target, self.config = module, target, config
         self.budget, self.adaptive = budget, adaptive
+        self.kernel = config.pool_kernel if kernel is None else kernel
+        """Width of the max-pool, also for policies that wrap this one (Ada-KV)."""
         self.head_reduction: Literal["mean", "max"] = "max" if config.reduction == "max" else "mean"
         with torch.no_grad():
             self.adapters = module.adapters(target.dtype)
-
-    @property
-    def kernel(self) -> int:
-        """Width of the max-pool, for policies that wrap this one (Ada-KV)."""
-        return self.config.pool_kernel
 
     def hook(self, lengths: Sequence[int]) -> AttentionHook | None:
         """Return the observer that runs the lookahead tokens layer by layer; None if every prompt fits."""
@@ -84,7 +83,7 @@ class LookaheadEvictor(Budgeted):
         s_LBGS = self.scores(run) if scores is None else scores
         if self.adaptive:
             s_LBGS = s_LBGS / s_LBGS.sum(-1, keepdim=True)
-        s_LBGS = max_pool(s_LBGS, run.lengths, kernel=self.config.pool_kernel)
+        s_LBGS = max_pool(s_LBGS, run.lengths, kernel=self.kernel)
         if self.adaptive:
             return top_adaptive(s_LBGS, run.lengths, self.budget, across=self.adaptive)
         return top(s_LBGS, run.lengths, self.budget)

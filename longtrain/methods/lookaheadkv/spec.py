@@ -20,10 +20,10 @@ from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
 from longtrain.methods.spec import MethodSpec
-from longtrain.settings import Adaptive, convert
+from longtrain.settings import Adaptive, Kernel, convert
 from longtrain.targets.model import Target
 
-KEYS = ("budget_tokens", "budget_ratio", "adaptive")
+KEYS = ("budget_tokens", "budget_ratio", "adaptive", "kernel")
 IN_KVPRESS = """```python
 from longtrain.integrations.lookaheadkv_kvpress import LookaheadKVPress  # or copy the file
 
@@ -51,8 +51,9 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     given = given_keys("LookaheadKV", keys, KEYS)
     budget = eviction_budget("LookaheadKV", given)
     adaptive = convert(given.get("adaptive", config.adaptive), Adaptive, "evict.adaptive")
+    kernel = convert(given.get("kernel", config.pool_kernel), Kernel, "kernel")
     rows = running(LookaheadKV, module, target)
-    evictor = LookaheadEvictor(rows, target, config, budget, adaptive=adaptive)
+    evictor = LookaheadEvictor(rows, target, config, budget, adaptive=adaptive, kernel=kernel)
     return Parts(evictor=evictor, name="lookaheadkv")
 
 

@@ -88,7 +88,11 @@ class KVzip(BasePolicy):
 
 
 class _Turn:
-    """Observer that scores one chunk of each prompt while it is repeated; it stores no layer's tensors."""
+    """Observer that scores one chunk of each prompt while it is repeated; it stores no layer's tensors.
+
+    Only the keys between the first and the last chunk's end are read, and rows of all prompts are gathered by
+    one table, so that a layer's cost on the host does not grow with the number of prompts.
+    """
 
     def __init__(
         self,
@@ -100,54 +104,62 @@ class _Turn:
     ) -> None:
         self.run, self.value_norm, self.s_LBGS = run, policy.value_norm, s_LBGS
         self.see_inputs = self._measure if policy.row_norm else None
-        self._norm_BT = s_LBGS.new_empty(0)
-        self.counts = {b: len(rows) for b, repeat in enumerate(repeats) if (rows := repeat.rows(turn))}
-        bounds = pairwise(accumulate(self.counts.values(), initial=0))
+        self._norm_N = s_LBGS.new_empty(0)
+        rows = [repeat.rows(turn) for repeat in repeats]
+        counts = {b: len(row) for b, row in enumerate(rows) if row}
+        chunks = {b: repeats[b].chunks[turn] for b in counts}
+        low, high = min(start for start, _ in chunks.values()), max(stop for _, stop in chunks.values())
+        bounds = pairwise(accumulate(counts.values(), initial=0))
+        self.keys = slice(low, high)
         self.spans = [
-            Span(rows, b, repeats[b].chunks[turn]) for b, rows in zip(self.counts, bounds, strict=True)
+            Span(bound, b, (chunks[b][0] - low, chunks[b][1] - low))
+            for b, bound in zip(counts, bounds, strict=True)
         ]
-        self.sinks = [min(policy.sinks, span.keys[0]) for span in self.spans]
+        T = max(map(len, rows))
+        self._rows_N = self._put([b * T + t for b, n in counts.items() for t in range(n)])
+        sinks = [min(policy.sinks, chunks[b][0]) if b in chunks else 0 for b in range(len(rows))]
+        self._sinks_BX = self._put([[at < n for at in range(max(sinks))] for n in sinks])
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Score one layer's chunks."""
         scale = self.run.target.scaling(layer)
-        q_NHD = torch.cat([q_BHTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
-        own_NGD = torch.cat([k_BGTD[b, :, :n].transpose(0, 1) for b, n in self.counts.items()])
-        k_BSGD, v_BSGD = (x[:, : max(self.run.lengths)] for x in self.run.cache.prefix(layer))
+        q_NHD, own_NGD = (self._rows(x.transpose(1, 2)) for x in (q_BHTD, k_BGTD))
+        k_BSGD, v_BSGD = (x[:, self.keys] for x in self.run.cache.prefix(layer))
         sinks_H = self.run.target.sinks(layer)
         lse_NH = suffix_lse(q_NHD, own_NGD, k_BSGD, self.spans, scale=scale, sinks_H=sinks_H)
-        lse_NH = self._with_sinks(lse_NH, q_NHD, k_BSGD, scale)
+        if self._sinks_BX.shape[1]:
+            lse_NH = torch.logaddexp(lse_NH, self._rows(self._first(layer, q_BHTD, scale)))
         if self.see_inputs is not None:  # p / |x| is exp(q k - (lse + log |x|))
-            norm_N = torch.cat([self._norm_BT[b, :n] for b, n in self.counts.items()])
-            lse_NH = lse_NH + norm_N.log()[:, None]
+            lse_NH = lse_NH + self._norm_N.log()[:, None]
         s_BHS = importance(q_NHD, lse_NH, k_BSGD, self.spans, scale=scale, reduce="max")
         if self.value_norm:
             s_BHS = s_BHS * _value_norm(self.run.target.layer_state(layer)["self_attn.o_proj.weight"], v_BSGD)
-        s_BGS = reduce_heads(s_BHS, k_BSGD.shape[2], "max")
-        for span in self.spans:
-            keys = slice(*span.keys)
-            self.s_LBGS[self.run.layers.index(layer), span.seq, :, keys] = s_BGS[span.seq, :, keys]
+        # 0 outside of the chunks, each of which is scored in one turn
+        self.s_LBGS[self.run.layers.index(layer), :, :, self.keys] += reduce_heads(
+            s_BHS, k_BSGD.shape[2], "max"
+        )
 
     def _measure(self, layer: int, x_BTE: Tensor) -> None:
         """Record the norms of one layer's attention inputs (`targets.attention.AttentionHook`)."""
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
-        self._norm_BT = torch.linalg.vector_norm(x_BTE, dim=-1, dtype=wide)
+        self._norm_N = self._rows(torch.linalg.vector_norm(x_BTE, dim=-1, dtype=wide))
 
-    def _with_sinks(self, lse_NH: Tensor, q_NHD: Tensor, k_BSGD: Tensor, scale: float) -> Tensor:
-        """Add the sink keys to the queries' log-sum-exps."""
-        H, D = q_NHD.shape[1:]
-        G = k_BSGD.shape[2]
-        parts = []
-        for span, sinks in zip(self.spans, self.sinks, strict=True):
-            rows = slice(*span.rows)
-            if not sinks:
-                parts.append(lse_NH[rows])
-                continue
-            q_NGgD = q_NHD[rows].reshape(-1, G, H // G, D).to(lse_NH.dtype) * scale
-            k_XGD = k_BSGD[span.seq, :sinks].to(lse_NH.dtype)
-            sink_NH = torch.einsum("ngrd,xgd->ngrx", q_NGgD, k_XGD).logsumexp(-1).flatten(1)
-            parts.append(torch.logaddexp(lse_NH[rows], sink_NH))
-        return torch.cat(parts)
+    def _first(self, layer: int, q_BHTD: Tensor, scale: float) -> Tensor:
+        """Log-sum-exps [B, T, H] over the sink keys before each prompt's chunk; -inf where there are none."""
+        k_BXGD = self.run.cache.prefix(layer)[0][:, : self._sinks_BX.shape[1]]
+        wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+        q_BGRD = q_BHTD.reshape(len(q_BHTD), k_BXGD.shape[2], -1, q_BHTD.shape[3]).to(wide) * scale
+        logit_BGRX = q_BGRD @ k_BXGD.to(wide).permute(0, 2, 3, 1)
+        logit_BGRX = logit_BGRX.masked_fill(~self._sinks_BX[:, None, None], -torch.inf)
+        return logit_BGRX.logsumexp(-1).reshape(q_BHTD.shape[:3]).transpose(1, 2)
+
+    def _rows(self, x_BTX: Tensor) -> Tensor:
+        """The repeated tokens' rows [N, ...] of a tensor of all prompts and padding."""
+        return x_BTX.flatten(0, 1).index_select(0, self._rows_N)
+
+    def _put(self, table: Sequence[object]) -> Tensor:
+        """A table of the host on the device, without waiting for it."""
+        return torch.tensor(table).to(self.run.n_B.device, non_blocking=True)
 
 
 def _value_norm(o_proj_EX: Tensor, v_BSGD: Tensor) -> Tensor:
@@ -159,6 +171,6 @@ def _value_norm(o_proj_EX: Tensor, v_BSGD: Tensor) -> Tensor:
     wide = torch.promote_types(v_BSGD.dtype, torch.float32)
     w_EGgD = o_proj_EX.to(wide).unflatten(1, (G, -1, D))  # [E, H D] -> [E, G, H / G, D]
     gram_GgDD = torch.einsum("egrc,egrd->grcd", w_EGgD, w_EGgD)
-    v_BSGD = v_BSGD.to(wide)
-    square_BGgS = torch.einsum("bsgc,grcd,bsgd->bgrs", v_BSGD, gram_GgDD, v_BSGD)
+    v_BGSD = v_BSGD.to(wide).transpose(1, 2)
+    square_BGgS = ((v_BGSD[:, :, None] @ gram_GgDD) * v_BGSD[:, :, None]).sum(-1)
     return square_BGgS.clamp(min=0).sqrt().flatten(1, 2)

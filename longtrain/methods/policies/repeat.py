@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from longtrain.data.chat.mask import apply_template
@@ -58,7 +59,7 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
         ConfigError: there is no tokenizer, or its chat headers are too long.
     """
     tokenizer = target.require_tokenizer()
-    header, answer, turn = _chat(tokenizer)
+    header, answer, turn = _chat(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""))
     start = min(_common(prompt, header), len(prompt) - 1)
     chunks = tuple((at, min(at + chunk, len(prompt))) for at in range(start, len(prompt), chunk))
     # the prompt ends where the assistant would begin: its user turn is closed
@@ -78,12 +79,15 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
     return Repeat(chunks, tuple(requests), tuple(prompt))
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], str]:
+@lru_cache(maxsize=4)
+def _chat(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[list[int], list[int], str]:
     """Return the ids before a first user message, those from there to the answer, and the text between turns.
 
-    Without a chat template: nothing, a line break, nothing.
+    Without a chat template (empty): nothing, a line break, nothing. They are rendered once for each template,
+    not for every prompt of a training step. `template` tells them apart: it is the text of the tokenizer's,
+    or of its mapping of several.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not template:
         return [], tokenizer.encode("\n", add_special_tokens=False), ""
     user, answer, again = "dummy-question", "dummy-answer", "dummy-request"
 

@@ -75,7 +75,7 @@ def _heads(draft):
 def test_level_turns_down_large_channels_alone(target):
     """Channels of normed states above the median one get its size; the others keep their own."""
     draft = started(target, start_inputs="level").module
-    for norm, state in zip(draft.fc_norm, module._states(draft, target), strict=True):
+    for norm, state in zip(draft.fc_norm, module.probed_states(target, draft.layers), strict=True):
         plain = (state / state.pow(2).mean(-1, keepdim=True).sqrt()).pow(2).mean(0).sqrt()
         median = plain.median()
         size = plain * norm.weight / norm.weight.max()

@@ -107,7 +107,7 @@ def test_attach_says_how_to_pass_a_budget(made, target):
         made.attach(target)
     with pytest.raises(ConfigError, match=r"evict\.budget_tokens=128"):
         made.attach(target, budget_tokens=None, budget_ratio=None)
-    with pytest.raises(ConfigError, match="known: budget_tokens, budget_ratio, adaptive"):
+    with pytest.raises(ConfigError, match="known: budget_tokens, budget_ratio, adaptive, kernel"):
         made.attach(target, budget=128)
     with pytest.raises(ConfigError, match="budget_tokens=0"):
         made.attach(target, budget_tokens=0)
@@ -115,6 +115,10 @@ def test_attach_says_how_to_pass_a_budget(made, target):
         made.attach(target, budget_tokens=4, adaptive="rows")
     with pytest.raises(ConfigError, match="adaptive=0; allowed: false, heads, layers"):
         made.attach(target, budget_tokens=4, adaptive=0)
+    found = [made.attach(target, budget_tokens=4, kernel=n).evictor.kernel for n in (None, 1)]
+    assert found == [CONFIG.pool_kernel, 1]
+    with pytest.raises(ConfigError, match="kernel=2; allowed: 1"):
+        made.attach(target, budget_tokens=4, kernel=2)
 
 
 def test_another_target_is_refused(made, three_layers):

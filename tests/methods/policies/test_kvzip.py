@@ -128,6 +128,14 @@ def test_a_chat_header_is_not_repeated_and_a_closed_turn_is_opened_again(target,
             assert list(repeat.requests[turn]) == asked(tokenizer, prompt, start, closed=is_closed, start=1)
 
 
+def test_a_tokenizer_may_have_several_chat_templates(target, tokenizer, monkeypatch):
+    prompt = tokenizer.encode("The grey harbour.", add_special_tokens=False)
+    one = repeat_of(target, prompt, chunk=99)
+    template = tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": template, "tool_use": template})
+    assert repeat_of(target, prompt, chunk=99) == one
+
+
 def test_without_a_chat_template_a_line_break_asks(target, tokenizer):
     encode = tokenizer.encode
     prompt = encode("The grey harbour.", add_special_tokens=False)

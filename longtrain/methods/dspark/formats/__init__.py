@@ -24,6 +24,7 @@ from longtrain.methods.dspark.formats.names import MASK_ROW, NAMES, kind_of
 from longtrain.methods.dspark.formats.read import read_folder
 from longtrain.methods.dspark.formats.verify import verify_folder
 from longtrain.methods.dspark.formats.write import MASK, folder_config, folder_tensors, refuse
+from longtrain.methods.dspark.level import without_factors
 from longtrain.methods.spec import Formats
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def format_files(
         ConfigError: engines that read this format would silently ignore a setting, or read it otherwise.
     """
     refuse(form, config, target.info)
+    tensors, config = without_factors(tensors, config)
     known, shown = target_names(target.info)
     outer = folder_config(
         config,

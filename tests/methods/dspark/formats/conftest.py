@@ -32,6 +32,8 @@ def trained_block_draft(target):
             for name, tensor in module.named_parameters():
                 fresh = torch.randn(tensor.shape, generator=gen)
                 tensor.copy_(fresh * (0.15 if tensor.ndim == 2 else 0.2) + ("norm" in name))
+        if module.factor_N is not None:
+            module.factor_N.copy_(torch.rand(module.factor_N.shape, generator=gen) + 0.1)
         choose_mask_token(module, target, config)
         return module.eval(), config
 
@@ -42,8 +44,9 @@ def trained_block_draft(target):
 def export(target, tmp_path, trained_block_draft):
     """`export(format, **hyperparameters)`: a folder as longtrain writes it; gives it and the module."""
 
-    def make(form, **fields):
+    def make(form, dtype=torch.float32, **fields):
         module, config = trained_block_draft(**fields)
+        module = module.to(dtype)
         facts = {"step": 9, "data": {"stages": [{"doc_tokens": 128}]}}
         path = tmp_path / f"draft-{form}"
         write_files(path, FORMATS.write(form, module.state_dict(), config, target, facts, path.name))

@@ -42,6 +42,18 @@ def test_what_was_written_is_read(export, target, form, name):
     assert all(torch.equal(artifact.tensors[key], tensor) for key, tensor in state.items())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_factors_on_channels_are_written_into_fc(export, form):
+    """Engines read no factors: the folder, its record included, is that of the same draft without them."""
+    folder, module, _ = export(form, level_inputs=True, dtype=torch.bfloat16)
+    assert FORMATS.verify(folder.path, None, None)
+    artifact = Artifact.load(folder.path)
+    state, factor_N = module.state_dict(), module.factor_N
+    assert not artifact.typed_config().level_inputs and set(artifact.tensors) == {*state} - {"factor_N"}
+    written = (module.fc.weight.double() * factor_N.double()).bfloat16()
+    assert torch.equal(artifact.tensors["fc.weight"], written) and factor_N.unique().numel() > 1
+
+
 def test_keys_of_a_flat_folder(export):
     folder = export("flat", windows=[9, None])[0]
     config = folder.config
