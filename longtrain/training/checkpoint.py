@@ -208,7 +208,8 @@ def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
     before = with_new_names(saved.facts)
     gone = {key for key, value in before.items() if key.split(".")[-1] in GONE and value == ["full"]}
     names = {key: key.split(".")[-1] for key in {*facts} - {*before}}
-    new = {key for key, name in names.items() if name.startswith(STARTS) or facts[key] is ADDED.get(name)}
+    as_before = {key for key, name in names.items() if name in ADDED and facts[key] == ADDED[name]}
+    new = as_before | {key for key, name in names.items() if name.startswith(STARTS)}
     now = {key: value for key, value in facts.items() if key not in new}
     if changed := differences({key: value for key, value in before.items() if key not in gone}, now):
         run = saved.path.absolute().parents[2].name  # NAME/train/checkpoints/FILE
