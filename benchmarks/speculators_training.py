@@ -72,6 +72,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--draft-vocab-size", type=int, default=16384, help="tokens of the draft's vocabulary"
     )
+    parser.add_argument(
+        "--their-loss",
+        choices=("fused", "eager"),
+        default="fused",
+        help="loss of speculators: its kernels, which torch 2.11 refuses to compile, or plain torch",
+    )
     names = ("longtrain", "speculators")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), help="trainers that run")
     return parser.parse_args()
@@ -159,6 +165,7 @@ def speculators(args: argparse.Namespace, layers: list[int]) -> tuple[str, list[
         "log-freq": 10 * args.steps,  # its logged steps synchronise with the device
         "train-data-ratio": 0.9,  # it refuses 1.0
         "loss-fn": "kl_div",
+        "loss-implementation": args.their_loss,
         "optimizer": "adamw",
         "epochs": args.steps,
         "checkpoint-freq": args.steps,

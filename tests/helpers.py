@@ -125,12 +125,22 @@ def _depths(shape: TreeShape, device: torch.device) -> Tensor:
     return depths(shape, device)
 
 
-def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, base=0, nodes=None, splits=None):
+def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, base=0, nodes=None, splits=None, first_BG=None):
     """Tree attention's reference as kernels run: over all cache positions, without a look at the lengths.
 
-    `splits` is for kernels: how many parts of the cache are read side by side.
+    `splits` is for kernels: how many parts of the cache are read side by side. With `first_BG` each head
+    reads the whole buffer, and sees its own part of it.
     """
     rows, slots = q_BHTD.shape[2], k_BGSD.shape[2]
+    if first_BG is not None:
+        parts = []
+        queries_G = q_BHTD.chunk(k_BGSD.shape[1], 1)
+        for g, (first_B, own_B) in enumerate(zip(first_BG.T, len_B.T, strict=True)):
+            visible = visible_slots(first_B + own_B, mask, rows=rows, slots=slots, base=base, nodes=nodes)
+            visible = visible & (torch.arange(slots) >= first_B[:, None])[:, None]
+            k, v = k_BGSD[:, g : g + 1], v_BGSD[:, g : g + 1]
+            parts.append(masked_attention(queries_G[g], k, v, visible, scale=scale))
+        return tuple(torch.cat(some, 1) for some in zip(*parts, strict=True))
     visible = visible_slots(len_B, mask, rows=rows, slots=slots, base=base, nodes=nodes)
     return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree, depths
 from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError, ConflictError, refusal
-from longtrain.kernels.attention.packed import packed_attention
+from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.split import split_attention, split_serves
 
@@ -31,11 +32,10 @@ _MANY = 128
 
 
 class DenseCache(KVCache):
-    """Buffer position base + s has the s-th stored entry of a sequence; the tail follows after `rows_B[b]`.
+    """Buffer position s has the s-th stored entry of a sequence; the tail follows after `rows_B[b]`.
 
-    All positions are stored, so that `rows_B` is `len_B` (`cache.window` stores the last ones only). The
-    `base` entries before them (usually none) are written from outside and visible to every token. Lengths are
-    on the device and differ between sequences. The host has bounds only, so that a decoding step does not
+    All positions are stored, so that `rows_B` is `len_B` (`cache.window` stores the last ones only). Lengths
+    are on the device and differ between sequences. The host has bounds only, so that a decoding step does not
     wait for the device: `_low` <= every number of stored entries <= `_high`.
 
     Args:
@@ -47,7 +47,6 @@ class DenseCache(KVCache):
         max_nodes: most tail entries of a step once `max_tokens` are committed.
         device: device of the buffers.
         dtype: dtype of the buffers.
-        base: number of buffer positions before position 0.
         windows: window of each layer, 0 for one that sees the whole text; empty: no layer has one.
 
     Raises:
@@ -65,7 +64,6 @@ class DenseCache(KVCache):
         max_nodes: int,
         device: torch.device | str,
         dtype: torch.dtype,
-        base: int = 0,
         windows: Sequence[int] = (),
     ) -> None:
         if min(batch, max_tokens) < 1 or max_nodes < 0:
@@ -75,10 +73,9 @@ class DenseCache(KVCache):
                 "at least 1 sequence, 1 token and 0 nodes",
             )
         self.capacity = self.limit = max_tokens + max_nodes
-        """Entries of a sequence that fit beside `base`, and positions that it may have."""
-        self.base = base
+        """Entries of a sequence that fit, and positions that it may have."""
         self.windows = tuple(windows) or (0,) * n_layers
-        shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
+        shape = (n_layers, batch, n_kv_heads, self.capacity, head_dim)
         needed = 2 * dtype.itemsize * n_layers * batch * n_kv_heads * shape[3] * head_dim
         less = "shorten the prompts, lower decode.max_new_tokens or the batch, or halve it: method=quantspec"
         check_room(needed, device, what="a KV cache", batch=batch, tokens=shape[3], remedy=less)
@@ -96,8 +93,15 @@ class DenseCache(KVCache):
         """Window, or 0 -> the last mask of its layers, and what it was made for."""
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments that caches beside this one have in common with it: all but layers and lengths."""
+        _, B, G, _, D = self.k_LBGSD.shape
+        like = {"device": self.k_LBGSD.device, "dtype": self.k_LBGSD.dtype}
+        return {"n_kv_heads": G, "head_dim": D, "batch": B, **like}
+
+    @property
     def rows_B(self) -> Tensor:  # noqa: N802
-        """Stored committed entries of each sequence, beside `base`."""
+        """Stored committed entries of each sequence."""
         return self.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
@@ -110,8 +114,8 @@ class DenseCache(KVCache):
         self._tail = T
         self._tighten(T)
         if self._high == 0:
-            self.k_LBGSD[layer, :, :, self.base : self.base + T] = k_BGTD
-            self.v_LBGSD[layer, :, :, self.base : self.base + T] = v_BGTD
+            self.k_LBGSD[layer, :, :, :T] = k_BGTD
+            self.v_LBGSD[layer, :, :, :T] = v_BGTD
             return
         at = (self._row_B[:, None], slice(None), self._slots(T))
         self.k_LBGSD[layer][at] = k_BGTD.transpose(1, 2)
@@ -123,16 +127,16 @@ class DenseCache(KVCache):
         On a CPU the lse is None unless the mask asks for it.
         """
         T = q_BHTD.shape[2]
-        if isinstance(mask, Causal) and self._high == self.base == 0 and T > 1:
+        if isinstance(mask, Causal) and self._high == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
             return scaled_dot_product_attention(
                 q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
             ), None
         if self._each_serves(mask, T):
-            return self._attend_each(layer, q_BHTD, scale), None
+            return self._attend_each(layer, q_BHTD, scale)
         with_lse = isinstance(mask, PrefixOnly) and mask.lse
         out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=with_lse)
-        if isinstance(mask, PrefixOnly) and not self.base:
+        if isinstance(mask, PrefixOnly):
             out = torch.where(self.len_B.view(-1, 1, 1, 1) > 0, out, 0.0)
         return out, lse
 
@@ -142,19 +146,11 @@ class DenseCache(KVCache):
         """See `KVCache`. Stored entries before a token's window are masked.
 
         Raises:
-            ConflictError: there are entries without a position (`base`), or a mask without the new tokens.
+            ConflictError: a mask without the new tokens.
         """
         self._check_window(layer, mask, window)
-        B, _, T, _ = q_BHTD.shape
-        if isinstance(mask, Causal) and self._high == 0 and T > 1:
-            # [B, X, T, D] -> [B * T, X, D]: sequences end to end
-            k_BGTD, v_BGTD = self._stored(layer, T)
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-            bounds = range(0, (B + 1) * T, T)
-            out = packed_attention(q, k, v, bounds, bounds, scale=scale, window=window - 1)
-            return out.unflatten(0, (B, T)).transpose(1, 2), None
-        if self._each_serves(mask, T):
-            return self._attend_each(layer, q_BHTD, scale, window=window - 1), None
+        if self._each_serves(mask, q_BHTD.shape[2]):
+            return self._attend_each(layer, q_BHTD, scale, window=window - 1)
         return self._attend(layer, q_BHTD, mask, scale, with_lse=False, window=window)
 
     def attend_lse(
@@ -162,12 +158,17 @@ class DenseCache(KVCache):
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache`."""
         self._check_window(layer, mask, window)
-        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True, window=window)
+        T = q_BHTD.shape[2]
+        if T >= _MANY and self._each_serves(mask, T):
+            before = window - 1 if window else None
+            out, lse = self._attend_each(layer, q_BHTD, scale, window=before, with_lse=True)
+        else:
+            out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True, window=window)
         assert lse is not None
         return out, lse
 
     def _check_window(self, layer: int, mask: Mask, window: int) -> None:
-        if window and (self.base or isinstance(mask, PrefixOnly)):
+        if window and isinstance(mask, PrefixOnly):
             raise ConflictError(
                 f"layer {layer} has a sliding window of {window} tokens: positions of its entries and of the "
                 "new tokens are needed; read a layer that sees the whole text"
@@ -175,24 +176,30 @@ class DenseCache(KVCache):
 
     def _each_serves(self, mask: Mask, T: int) -> bool:
         """True if `_attend_each` serves a step of T new tokens."""
-        return isinstance(mask, Causal) and self._known is not None and not self.base and T >= _MANY
+        begins = self._high == 0 and T > 1
+        return isinstance(mask, Causal) and (begins or (self._known is not None and T >= _MANY))
 
-    def _attend_each(self, layer: int, q_BHTD: Tensor, scale: float, *, window: int | None = None) -> Tensor:
+    def _attend_each(
+        self, layer: int, q_BHTD: Tensor, scale: float, *, window: int | None = None, with_lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Causal attention of many new tokens, without a mask of new tokens x stored entries.
 
         A sequence's prefix and new tokens are adjacent in the buffer; they are copied to one segment.
         """
-        assert self._known is not None
         B, _, T, _ = q_BHTD.shape
-        used_B = [n + T for n in self._known]
+        known_B = self._known if self._high else None
+        used_B = [n + T for n in known_B or [0] * B]
         k_SGD, v_SGD = (
             torch.cat([x_GCD[:, :n].transpose(0, 1) for x_GCD, n in zip(x_BGCD, used_B, strict=True)])
             for x_BGCD in self._stored(layer, max(used_B))
         )
         bounds, k_bounds = range(0, (B + 1) * T, T), list(accumulate(used_B, initial=0))
-        q_QHD = q_BHTD.transpose(1, 2).flatten(0, 1)
+        q_QHD, lse_BHT = q_BHTD.transpose(1, 2).flatten(0, 1), None
         out_QHD = packed_attention(q_QHD, k_SGD, v_SGD, bounds, k_bounds, scale=scale, window=window)
-        return out_QHD.unflatten(0, (B, T)).transpose(1, 2)
+        if with_lse:
+            lse_QH = packed_lse(q_QHD, k_SGD, bounds, k_bounds, scale=scale, window=window)
+            lse_BHT = lse_QH.unflatten(0, (B, T)).transpose(1, 2)
+        return out_QHD.unflatten(0, (B, T)).transpose(1, 2), lse_BHT
 
     def _attend(
         self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool, window: int = 0
@@ -202,7 +209,7 @@ class DenseCache(KVCache):
         With a window, positions that no token of the batch sees are not read.
         """
         B, H, T, D = q_BHTD.shape
-        low, used = self.base + self._low, self.base + self._high
+        low, used = self._low, self._high
         used += 0 if isinstance(mask, PrefixOnly) else T
         if used == 0:
             wide = torch.promote_types(q_BHTD.dtype, torch.float32)
@@ -235,7 +242,7 @@ class DenseCache(KVCache):
         """
         if path_BP is not None:
             rows_B1 = self._row_B[:, None]
-            first_B1 = self.base + self.rows_B[:, None]
+            first_B1 = self.rows_B[:, None]
             source_BP = first_B1 + path_BP
             goal_BP = first_B1 + torch.arange(path_BP.shape[1], device=path_BP.device)
             for buffer in (self.k_LBGSD, self.v_LBGSD):
@@ -248,8 +255,8 @@ class DenseCache(KVCache):
 
     @property
     def used(self) -> int:
-        """Upper bound of the committed buffer positions, `base` included, known on the host."""
-        return self.base + self._high
+        """Upper bound of the committed buffer positions, known on the host."""
+        return self._high
 
     def room_left(self) -> int:
         """See `KVCache`."""
@@ -290,7 +297,7 @@ class DenseCache(KVCache):
     def _slots(self, T: int) -> Tensor:
         """Buffer positions [B, T] of the tail, computed once per step."""
         if self._slots_BT is None or self._slots_BT.shape[1] != T:
-            self._slots_BT = self.base + self.rows_B[:, None] + torch.arange(T, device=self.len_B.device)
+            self._slots_BT = self.rows_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
     def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int, window: int) -> Tensor:
@@ -304,9 +311,9 @@ class DenseCache(KVCache):
         if isinstance(mask, Causal):
             visible_BTC = slot_C <= self._slots(T)[:, :, None]  # [C] <= [B, T, 1]
         elif isinstance(mask, PrefixOnly):
-            visible_BTC = (slot_C < self.base + self.rows_B[:, None])[:, None]
+            visible_BTC = (slot_C < self.rows_B[:, None])[:, None]
         else:  # a tree: all of the prefix, and among the tail's positions the nodes of the mask
-            visible_BTC = (slot_C < self.base + self.rows_B[:, None])[:, None].repeat(1, T, 1)
+            visible_BTC = (slot_C < self.rows_B[:, None])[:, None].repeat(1, T, 1)
             tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
             visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
         if window:
@@ -320,10 +327,7 @@ class DenseCache(KVCache):
         return result
 
     def _positions(self, mask: Mask, T: int, slot_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of the T new tokens and of some buffer positions' entries, from the first stored one on.
-
-        `base` is 0.
-        """
+        """Positions of the T new tokens and of some slots' entries, counted from the first stored one."""
         slot_BT, first_B1 = self._slots(T), self.rows_B[:, None]
         if not isinstance(mask, Tree):
             return slot_BT, slot_C.expand(len(slot_BT), -1)

@@ -56,7 +56,7 @@ class EvictedCache(KVCache):
     padding, and attention over them is merged with that over the tail by lse.
 
     Args:
-        tail: cache of the tokens after the prompt; if even, its `base` entries are the kept ones.
+        tail: cache of the tokens after the prompt; if even, of the kept entries and these tokens.
         prefixes: kept entries of each layer; None if they are in the tail's buffer.
         lengths: tokens of each prompt, on the host.
         n_LBG: number of kept entries, on the host.
@@ -66,9 +66,8 @@ class EvictedCache(KVCache):
         self, tail: DenseCache, prefixes: list[Prefix] | None, lengths: Sequence[int], n_LBG: Tensor
     ) -> None:
         self.tail, self.prefixes, self.n_LBG = tail, prefixes, n_LBG
-        self.lengths = tuple(lengths)
-        self._start_B = torch.tensor(lengths).to(tail.len_B.device, non_blocking=True)
-        self.len_B = self._start_B + tail.len_B
+        self.len_B = torch.tensor(lengths).to(tail.len_B.device, non_blocking=True)
+        self._start_B = self.len_B - tail.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store tail entries of a layer, overwriting any earlier tail.
@@ -160,25 +159,16 @@ def compact(
             "1 to the prompt's length in every layer and KV head",
         )
     even = int(n_LBG.min()) == int(n_LBG.max())
-    base = int(n_LBG.max()) if even else 0
-    tail = DenseCache(
-        n_layers=L,
-        n_kv_heads=G,
-        head_dim=D,
-        batch=B,
-        max_tokens=room,
-        max_nodes=0,
-        device=device,
-        dtype=cache.k_LBGSD.dtype,
-        base=base,
-    )
+    most = int(n_LBG.max()) if even else 0
+    tail = DenseCache(n_layers=L, max_tokens=most + room, max_nodes=0, **cache.sizes)
     idx_LBGK = keep.idx_LBGK.to(device, non_blocking=True)
     prefixes = None
     if even:
-        idx_LBGKD = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)
+        tail.rewind([most] * B)
+        idx_LBGKD = idx_LBGK[..., :most, None].expand(-1, -1, -1, -1, D)
         for at, layer in enumerate(layers):
-            tail.k_LBGSD[at, :, :, :base] = cache.k_LBGSD[layer].gather(2, idx_LBGKD[at])
-            tail.v_LBGSD[at, :, :, :base] = cache.v_LBGSD[layer].gather(2, idx_LBGKD[at])
+            tail.k_LBGSD[at, :, :, :most] = cache.k_LBGSD[layer].gather(2, idx_LBGKD[at])
+            tail.v_LBGSD[at, :, :, :most] = cache.v_LBGSD[layer].gather(2, idx_LBGKD[at])
     else:
         prefixes = [prefix_of(cache, one, idx_LBGK[at], n_LBG[at]) for at, one in enumerate(layers)]
     evicted = EvictedCache(tail, prefixes, lengths, n_LBG)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
+from longtrain.kernels.attention.packed import packed_lse
 from longtrain.kernels.fused_layer import Slots, move_entries, write_rows
 from longtrain.kernels.hierarchical import (
     LARGEST,
@@ -176,6 +177,19 @@ class HierarchicalCache(KVCache):
         return scaled_dot_product_attention(
             q_BHTD, k, v, is_causal=q_BHTD.shape[2] > 1, scale=scale, enable_gqa=True
         ), None
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`; the lse of a prompt is computed by itself."""
+        if self._own is None or window:
+            return super().attend_lse(layer, q_BHTD, mask=mask, scale=scale, window=window)
+        out, _ = self.attend(layer, q_BHTD, mask=mask, scale=scale)
+        B, _, T, _ = q_BHTD.shape
+        q_QHD, k_QGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, self._own[0]))
+        bounds = range(0, (B + 1) * T, T)
+        lse_QH = packed_lse(q_QHD, k_QGD, bounds, bounds, scale=scale)
+        return out, lse_QH.unflatten(0, (B, T)).transpose(1, 2)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail entries (or the prompt), then quantise the blocks that are due, without a host sync.

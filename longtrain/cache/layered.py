@@ -150,18 +150,14 @@ def last_entries(
         room: positions after the prompts, and the most tokens of a step.
         nodes: the most tokens of a step; None: `room`, so that no entry is dropped.
     """
-    _, B, G, _, D = cache.k_LBGSD.shape
+    _, _, G, _, D = cache.k_LBGSD.shape
     nodes = room if nodes is None else nodes
     near = WindowCache(
         n_layers=len(layers),
-        n_kv_heads=G,
-        head_dim=D,
-        batch=B,
         max_tokens=max(lengths) + room - nodes,
         max_nodes=nodes,
-        device=cache.k_LBGSD.device,
-        dtype=cache.k_LBGSD.dtype,
         windows=[cache.windows[layer] for layer in layers],
+        **cache.sizes,
     )
     starts = near.first_kept(torch.tensor(lengths))
     most = int((torch.tensor(lengths) - starts).max())

@@ -94,7 +94,28 @@ class LayeredDraftView(KVCache):
     def attend_window(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `KVCache`. The queries of earlier drafted tokens are zeros; what they give is dropped.
+        """See `KVCache`; raises as `_chain` does."""
+        before, whole_BHTD = self._chain(layer, q_BHTD, mask)
+        at = self._at[layer]
+        out, lse = self._near.attend_window(at, whole_BHTD, mask=CAUSAL, scale=scale, window=window)
+        return out[:, :, before:], None if lse is None else lse[:, :, before:]
+
+    def attend_lse(
+        self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `KVCache`; raises as `_chain` does."""
+        if not window:
+            return self._full.attend_lse(self._at[layer], q_BHTD, mask=mask, scale=scale)
+        before, whole_BHTD = self._chain(layer, q_BHTD, mask)
+        at = self._at[layer]
+        out, lse = self._near.attend_lse(at, whole_BHTD, mask=CAUSAL, scale=scale, window=window)
+        return out[:, :, before:], lse[:, :, before:]
+
+    def _chain(self, layer: int, q_BHTD: Tensor, mask: Mask) -> tuple[int, Tensor]:
+        """Put zeros in the place of the queries of earlier drafted tokens, whose outputs are dropped.
+
+        Returns:
+            the number of these tokens, and the queries of all drafted tokens.
 
         Raises:
             ConflictError: a mask that is no chain's.
@@ -103,9 +124,7 @@ class LayeredDraftView(KVCache):
             raise ConflictError(f"a draft on a hierarchical cache is a chain; got {type(mask).__name__}")
         B, H, T, D = q_BHTD.shape
         before = self._drafted[layer][0].shape[2] - T
-        q_BHTD = torch.cat((q_BHTD.new_zeros(B, H, before, D), q_BHTD), 2)
-        out, lse = self._near.attend_window(self._at[layer], q_BHTD, mask=CAUSAL, scale=scale, window=window)
-        return out[:, :, before:], None if lse is None else lse[:, :, before:]
+        return before, torch.cat((q_BHTD.new_zeros(B, H, before, D), q_BHTD), 2)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `DraftView`."""

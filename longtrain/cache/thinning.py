@@ -63,19 +63,11 @@ class ThinningCache(EvictedCache):
         rule: Rule,
         nodes: int,
     ) -> None:
-        L, B, G, _, D = cache.k_LBGSD.shape
+        L, B, G, _, _ = cache.k_LBGSD.shape
         self._rule, self._windows = rule, list(windows)
         recent = [min(window, length - 1) for window, length in zip(windows, lengths, strict=True)]
-        tail = DenseCache(
-            n_layers=L,
-            n_kv_heads=G,
-            head_dim=D,
-            batch=B,
-            max_tokens=max(windows) + 2 * rule.stride,
-            max_nodes=nodes,
-            device=cache.len_B.device,
-            dtype=cache.k_LBGSD.dtype,
-        )
+        most = max(windows) + 2 * rule.stride
+        tail = DenseCache(n_layers=L, max_tokens=most, max_nodes=nodes, **cache.sizes)
         device = cache.len_B.device
         idx_LBGK = keep.idx_LBGK.to(device)
         n_LBG = keep.n_LBG - torch.tensor(recent)[:, None]
@@ -87,8 +79,7 @@ class ThinningCache(EvictedCache):
                 own[:, b, :, :count] = other[:, b, :, newest]
             self._tail_LBGC[:, b, :, :count] = s_LBGS[:, b, :, newest]
         tail.rewind(recent)
-        starts = [length - count for length, count in zip(lengths, recent, strict=True)]
-        super().__init__(tail, prefixes, starts, keep.n_LBG)
+        super().__init__(tail, prefixes, lengths, keep.n_LBG)
         self._old_LBGK = _ordered(s_LBGS, idx_LBGK, n_LBG)
         self._held_LBG = n_LBG
         self._fresh: dict[int, Tensor] = {}

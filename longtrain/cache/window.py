@@ -15,7 +15,7 @@ from torch import Tensor
 from longtrain.cache.base import Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.costs import model
-from longtrain.costs.model import window_kept, window_slots
+from longtrain.costs.model import window_slots
 from longtrain.errors import ConflictError, refusal
 
 
@@ -47,7 +47,9 @@ class WindowCache(DenseCache):
     def __init__(self, *, max_tokens: int, max_nodes: int, windows: Sequence[int], **sizes: Any) -> None:
         slots = min(max_tokens, window_slots(max(windows)))
         super().__init__(max_tokens=slots, max_nodes=max_nodes, windows=windows, **sizes)
-        self.near, self.kept, self.max_nodes = max(windows) - 1, window_kept(max(windows)), max_nodes
+        self.near, self.max_nodes = max(windows) - 1, max_nodes
+        self.kept = self.near + model.TILE - 1
+        """Most entries from `first_kept` on."""
         self.limit = max_tokens + max_nodes
         self.dropped_B = torch.zeros_like(self.len_B)
         """Positions of each sequence that are not stored any more, in whole tiles."""

@@ -21,13 +21,6 @@ TILE = 64
 """Entries of a layer with a window are dropped in multiples of this, so that attention's tiles stay whole."""
 
 
-def window_kept(window: int) -> int:
-    """Return the most entries of a layer with a window that stay where others are dropped: those that the
-    next token sees, and the first ones of their tile.
-    """
-    return window - 1 + TILE - 1
-
-
 def window_slots(window: int, nodes: int = 0) -> int:
     """Return how many entries of a layer with a window fit its cache (`cache.window`).
 

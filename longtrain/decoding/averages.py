@@ -10,16 +10,22 @@ from typing import Any
 from longtrain.decoding.roles import TreeShape
 
 MEMORY = 32
-"""Cycles that averages of acceptance look back: each loses 1/32 of its weight with every later one."""
+"""Cycles that a call's acceptance looks back: each loses 1/32 of its weight with every later one."""
+LONG_MEMORY = 256
+"""The same of the averages over all calls of a kind, from which a call starts."""
+TRUST = 4
+"""Most drafts that these weigh at the start of a call: its own text soon counts for more."""
 PRIOR = 0.8
 """Acceptance expected of a level of drafts that was not tried lately, with the weight of one draft. It is
 optimistic, so that a draft that has been bad is tried again."""
 TIMES = 2
 """Measured times of a cycle before they are used: a single one may be an outlier."""
 MAX_LOSS = 0.0125
-"""Share of plain decoding's time that a call may lose by drafting."""
+"""Share of plain decoding's time that an engine may lose by drafting."""
 UPFRONT = 128
-"""Tokens of a call for which this share may be lost before they are generated."""
+"""Tokens for which this share may be lost before they are generated, once for each kind of call."""
+SAVED = 8192
+"""Tokens whose share may be saved up for later calls, however many were decoded and whatever was gained."""
 
 
 class Acceptance:
@@ -27,11 +33,25 @@ class Acceptance:
 
     Shapes that begin with the same widths share their first levels, so chains of all lengths learn from each
     other. A level that was never reached is expected to be like the one above it.
+
+    Args:
+        past: the averages over all calls of a kind, which learn too. A call starts from their rates, and
+            forgets them as it forgets its own first cycles. None: these are such averages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, past: Acceptance | None = None) -> None:
+        self._past, self._memory = past, MEMORY if past else LONG_MEMORY
         self._cycles = 0
         self._levels: dict[Hashable, tuple[float, float, int]] = {}  # accepted, tried, last cycle
+        self._trusted: dict[Hashable, float] = {}  # share of the prior that the past replaces at the start
+        if past:
+            for key in past._levels:
+                hits, tries = past._known(key)
+                if not tries:  # so long ago that its weight has become 0
+                    continue
+                weight = min(TRUST, tries)
+                self._levels[key] = hits * weight / tries, weight, 0
+                self._trusted[key] = weight / TRUST
 
     def learn(self, shape: TreeShape, accepted: Sequence[int]) -> None:
         """Add one cycle.
@@ -40,6 +60,8 @@ class Acceptance:
             shape: shape of the drafted tree.
             accepted: number of accepted drafts of each unfinished sequence.
         """
+        if self._past:
+            self._past.learn(shape, accepted)
         self._cycles += 1
         for level, key in enumerate(levels(shape)):
             tried = sum(count >= level for count in accepted)
@@ -56,9 +78,11 @@ class Acceptance:
             keys: `levels` of a shape.
         """
         rates, rate = [], PRIOR
+        kept = self._left(self._cycles)
         for key in keys:
             hits, tries = self._known(key)
-            rate = (hits + rate) / (tries + 1)
+            prior = 1 - kept * self._trusted.get(key, 0.0)
+            rate = (hits + prior * rate) / (tries + prior)
             rates.append(rate)
         return rates
 
@@ -75,8 +99,12 @@ class Acceptance:
         known = self._levels.get(key)
         if known is None:
             return 0.0, 0.0
-        weight = (1 - 1 / MEMORY) ** (self._cycles - known[2])
+        weight = self._left(self._cycles - known[2])
         return known[0] * weight, known[1] * weight
+
+    def _left(self, cycles: int) -> float:
+        """Weight of what was learned so many cycles ago."""
+        return float((1 - 1 / self._memory) ** cycles)
 
 
 class Costs:
@@ -88,15 +116,15 @@ class Costs:
 
     def __init__(self) -> None:
         self.restart_s: float | None = None
-        """Seconds of the last restart of a paused draft; None: there was none."""
-        self.start_s: float | None = None
-        """Least seconds that a draft's start took for each token of a prompt; None: not measured."""
+        """Seconds of a draft's start with the present call's texts, as last measured or by `start_s`; None:
+        not known."""
+        self.starts_s: deque[float] = deque(maxlen=5)
+        """Latest seconds that a draft's start took for each token of a prompt."""
         self.count = 0
         """Cycles measured so far."""
-        self.plain_total_s = 0.0
-        """Seconds that plain decoding would have taken for the tokens of all calls."""
-        self.lost_total_s = 0.0
-        """Seconds lost by drafting in all calls; negative if it has saved time."""
+        self.budget = LossBudget()
+        """What all calls together have lost and may still risk."""
+        self._past: dict[Hashable, tuple[LossBudget, Acceptance]] = {}
         self._times: dict[tuple[Hashable, TreeShape, int], deque[float]] = {}
 
     def learn(self, kind: Hashable, shape: TreeShape, length: int, seconds: float) -> None:
@@ -119,6 +147,15 @@ class Costs:
                 return median_low(times)
         return None
 
+    @property
+    def start_s(self) -> float | None:
+        """Median of a start's latest times, for each token of a prompt; None: fewer than `TIMES`."""
+        return median_low(self.starts_s) if len(self.starts_s) >= TIMES else None
+
+    def past(self, kind: Hashable) -> tuple[LossBudget, Acceptance]:
+        """What earlier calls of a kind have left for later ones: their budget and acceptance."""
+        return self._past.setdefault(kind, (LossBudget(self.budget), Acceptance()))
+
     def table(self) -> list[dict[str, Any]]:
         """All measurements: widths, shortest length of the octave, median milliseconds, number of times."""
         return [
@@ -134,64 +171,56 @@ class Costs:
 
 
 class LossBudget:
-    """Time that a call has lost against plain decoding, and the time that it may still risk.
+    """Time that drafting has lost against plain decoding, over calls, and the time that it may still risk.
 
-    There are two limits. The call's own loss stays within its share of the time that plain decoding takes
-    for its tokens, of which the first `UPFRONT` may be counted before they are there. As an answer may end
-    sooner, the loss of all calls together stays within its share as well, with `UPFRONT` tokens in advance
-    once and not for every call.
+    The loss stays within its share of the time that plain decoding takes for all tokens so far, of which the
+    first `UPFRONT` may be counted before they are there. So what plain calls leave unspent pays for a later
+    trial, and so does what drafting gains; but never more than the share of `SAVED` tokens, so that drafts
+    that have been good for long may not be bad for long.
 
     Args:
-        planned: most new tokens of a sequence.
-        costs: holds the sums over all calls.
+        whole: a budget of which this is a part, and within which its loss must stay as well.
     """
 
-    def __init__(self, planned: int, costs: Costs) -> None:
+    def __init__(self, whole: LossBudget | None = None) -> None:
         self.lost_s = 0.0
-        """Seconds lost so far; negative if drafting has saved time."""
-        self._costs = costs
-        self._upfront = min(planned, UPFRONT)
-        self._tokens = 0.0
-        self._pending: deque[float] = deque()  # risks of the cycles whose results have not arrived
+        """Seconds lost so far; negative if drafting has saved time; gains that may not be kept left out."""
+        self.plain_total_s = 0.0
+        """Seconds that plain decoding would have taken for all tokens."""
+        self._whole = whole
 
     def affords(self, risk_s: float, plain_s: float) -> bool:
-        """True if the loss stays within its share although all of this and of the pending cycles is lost.
+        """True if the loss stays within its share although all of this is lost.
 
         Args:
             risk_s: seconds that may be lost.
-            plain_s: seconds of a plain cycle.
+            plain_s: seconds of a plain cycle; 0 if unknown: no tokens are counted in advance.
         """
         if risk_s <= 0:
             return True
-        risk_s += sum(self._pending)
-        own_s = MAX_LOSS * plain_s * max(self._tokens, self._upfront)
-        all_s = MAX_LOSS * max(self._costs.plain_total_s, plain_s * UPFRONT)
-        return self.lost_s + risk_s <= own_s and self._costs.lost_total_s + risk_s <= all_s
+        share_s = MAX_LOSS * max(self.plain_total_s, plain_s * UPFRONT)
+        within = self._whole is None or self._whole.affords(risk_s, plain_s)
+        return within and self.lost_s + risk_s <= share_s
 
     def lose(self, seconds: float) -> None:
         """Count time that the draft took outside of cycles: its start, or its restart."""
         self.lost_s += seconds
-        self._costs.lost_total_s += seconds
+        if self._whole:
+            self._whole.lose(seconds)
 
-    def begin(self, risk_s: float) -> None:
-        """A cycle is launched that takes `risk_s` seconds longer than a plain one."""
-        self._pending.append(max(0.0, risk_s))
-
-    def end(self, tokens: float, seconds: float | None, plain_s: float | None) -> None:
-        """The oldest pending cycle is over.
+    def add(self, tokens: float, seconds: float | None, plain_s: float) -> None:
+        """Count a cycle.
 
         Args:
             tokens: its new tokens of a sequence, on average.
-            seconds: its time; None: not measured.
-            plain_s: seconds of a plain cycle; None: not measured.
+            seconds: its time; None: not measured, or without the draft.
+            plain_s: seconds of a plain cycle.
         """
-        if self._pending:
-            self._pending.popleft()
-        self._tokens += tokens
-        if plain_s is not None:
-            self._costs.plain_total_s += tokens * plain_s
-            if seconds is not None:
-                self.lose(seconds - tokens * plain_s)
+        self.plain_total_s += tokens * plain_s
+        gained_s = 0.0 if seconds is None else tokens * plain_s - seconds
+        self.lost_s = max(self.lost_s - gained_s, MAX_LOSS * (self.plain_total_s - SAVED * plain_s))
+        if self._whole:
+            self._whole.add(tokens, seconds, plain_s)
 
 
 def levels(shape: TreeShape) -> tuple[Hashable, ...]:

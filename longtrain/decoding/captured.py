@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from longtrain.cache.arena import ArenaCache, LayeredArena, movable, rounded_slots
+from longtrain.cache.arena import Arena, ArenaCache, arena_for, arena_over, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.layered import LayeredCache
@@ -280,14 +280,14 @@ class CaptureBuffers:
 
     def __init__(self, target: Target, *, selects: bool = False) -> None:
         self.target, self._selects = target, selects
-        self.arena: ArenaCache | LayeredArena | None = None
+        self.arena: Arena | None = None
         self._selected: SelectedCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
         self._texts: CycleState | None = None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache | LayeredCache:
         """The arena's buffers as an empty cache for the prompts; same arguments as `Target.new_cache`."""
-        store = self._reserve(batch, max_tokens + max_nodes).store
+        store = self._reserve(batch, max_tokens + max_nodes)
         store.rewind([0] * batch)
         return store
 
@@ -300,13 +300,10 @@ class CaptureBuffers:
         """
         if cache.tensors() is not None:
             return cache
-        dense = movable(cache)
-        assert dense is not None
         arena = self.arena
-        if arena is None or cache is not arena.store:
-            near = cache.near if isinstance(cache, LayeredCache) else dense
-            assert isinstance(near, DenseCache)
-            arena = self._reserve(len(cache.len_B), max(dense.used, near.used) + room)
+        if arena is None or not (cache is arena.store or arena.fits(cache, room)):
+            self._free()
+            arena = self.arena = arena_for(cache, room)
         arena.take(cache, room=room)
         if not self._selects:
             return arena
@@ -342,26 +339,31 @@ class CaptureBuffers:
         """The memory pool of an existing graph: a pool that no graph uses any more cannot be reused."""
         return next((one.pool for one in self._cycles.values() if one.pool is not None), None)
 
-    def _reserve(self, batch: int, slots: int) -> ArenaCache | LayeredArena:
-        """An arena for `batch` sequences with at least `slots` positions each; the present one if it fits."""
+    def _reserve(self, batch: int, slots: int) -> DenseCache | LayeredCache:
+        """The store of an arena for `batch` sequences of `slots` positions; the present one if it fits."""
         arena, target = self.arena, self.target
-        if arena is not None:
+        if arena is not None and arena.store is not None:
             buffer, *_ = arena.tensors() or ()
             like = buffer.shape[1] == batch and (buffer.device, buffer.dtype) == (target.device, target.dtype)
             if like and arena.slots >= slots:
-                return arena
-            arena.free()  # before the next one is allocated
-        self.arena = self._selected = None
-        self._cycles.clear()
+                return arena.store
+        self._free()
         make = target.plain_cache if self._selects else target.new_cache
         store = make(batch, rounded_slots(slots) - MAX_NODES, MAX_NODES)
-        self.arena = LayeredArena(store) if isinstance(store, LayeredCache) else ArenaCache(store)
-        return self.arena
+        self.arena = arena_over(store)
+        return store
+
+    def _free(self) -> None:
+        """Drop the arena and the graphs over it, before the next one is allocated."""
+        if self.arena is not None:
+            self.arena.free()
+        self.arena = self._selected = None
+        self._cycles.clear()
 
 
 def can_capture(cache: KVCache) -> bool:
     """True if cycles over this cache, or over its entries in an arena, can be captured."""
-    return cache.tensors() is not None or movable(cache) is not None
+    return cache.tensors() is not None or movable(cache)
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> list[Hashable]:

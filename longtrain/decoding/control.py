@@ -16,10 +16,8 @@ from typing import NamedTuple, TypeAlias
 from longtrain.decoding.averages import (
     MEMORY,
     TIMES,
-    UPFRONT,
     Acceptance,
     Costs,
-    LossBudget,
     levels,
     octave_of,
     work_of,
@@ -79,43 +77,22 @@ def cheapest_first(shape: TreeShape) -> tuple[int, bool, int, Widths]:
     return work_of(shape), bool(shape.widths), shape.n_nodes, shape.widths
 
 
-def affords_start(costs: Costs, kind: Hashable, *, prompt_tokens: int, length: int, planned: int) -> bool:
-    """True if a call can afford to start a draft with its prompts, by the times of earlier calls; True as
-    long as there are none.
-
-    Args:
-        costs: measured times.
-        kind: see `Control`.
-        prompt_tokens: tokens of all prompts.
-        length: tokens of the longest.
-        planned: most new tokens of a sequence.
-    """
-    plain = TreeShape(())
-    known = (costs.of((kind, "alone"), plain, length), costs.of(kind, plain, length))
-    plain_s = min((one for one in known if one is not None), default=None)
-    if costs.start_s is None or plain_s is None:
-        return True
-    return LossBudget(planned, costs).affords(costs.start_s * prompt_tokens, plain_s)
-
-
 class Control:
     """Chooses the shape of every cycle of one call of `Engine.generate`.
 
     It takes the shape with the most expected tokens a second among those that the call can afford
     (`LossBudget`). A shape without measured times gets an estimate from the others; if that makes it the
-    best, it is tried and so measured.
+    best, it is tried and so measured. Budget, times and acceptance are those of all calls of this kind.
 
     A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
     out of plain cycles, where this costs more than the call can afford. A paused draft that can start from a
-    text alone is restarted for its next trial; any other stays paused to the end of the call. In a call that
-    cannot afford what the draft's start takes (`affords_start`), the former begins paused, and the latter is
-    left out.
+    text alone is restarted for its next trial; any other stays paused to the end of the call. A call begins
+    with the draft paused where its start would not pay (`starts`).
 
     Args:
         shapes: smallest first; the first one is plain decoding.
         costs: measured times; kept from call to call.
         kind: what these cycles' times depend on beside shape and length, for `costs`.
-        planned: most new tokens of a sequence.
         restarts: True for a draft that can be restarted (`Draft.begins_anew`).
         paused: True if the draft has not been started yet.
         growth: (tokens of a pass of the target, length) -> its time over that of a pass over one token, as
@@ -131,7 +108,6 @@ class Control:
         costs: Costs,
         kind: Hashable = (),
         *,
-        planned: int = UPFRONT,
         restarts: bool = True,
         paused: bool = False,
         growth: Callable[[int, int], float] = lambda tokens, length: 1.0,
@@ -139,7 +115,9 @@ class Control:
         self._growth_of = growth
         self._growth: list[float] = []  # of each shape's verification, in this octave of lengths
         self.shapes, self.costs, self.kind, self.restarts = tuple(shapes), costs, kind, restarts
-        self.acceptance, self.budget = Acceptance(), LossBudget(planned, costs)
+        self.budget, past = costs.past(kind)
+        self.acceptance = Acceptance(past)
+        self._risks = deque[float]()  # of the cycles whose results have not arrived
         self.paused = paused
         """True if the draft is left out of the cycle that was chosen last."""
         self._levels = [levels(shape) for shape in self.shapes]
@@ -162,14 +140,35 @@ class Control:
         """
         return self.free and (not self.paused or self._plain_run % MEMORY <= TIMES)
 
+    def starts(self, prompt_tokens: int, *, length: int, planned: int) -> bool:
+        """True if the draft's start with the prompts promises to pay in this call, by the times and the
+        acceptance of earlier ones, and can be afforded; True as long as its time is not known. In the first
+        call of a kind, only what all calls have left unspent counts.
+
+        Args:
+            prompt_tokens: tokens of all prompts.
+            length: tokens of the longest.
+            planned: most new tokens of a sequence.
+        """
+        self._look_up(length)
+        start_s, plain_s = self.costs.start_s, self._plain_s
+        if start_s is None:
+            return True
+        start_s *= prompt_tokens
+        self.costs.restart_s = start_s  # that of an earlier call had other prompts
+        if plain_s is None:  # what such a call may bring in is not known
+            return self.costs.budget.affords(start_s, 0.0)
+        best = self._best(planned, plain_s, start_s)
+        return best > 0 and (self.restarts or bool(self.shapes[best].widths))  # look-up alone needs no draft
+
     def learn_start(self, seconds: float, prompt_tokens: int) -> None:
         """Add the time that the draft's start took with the prompts: lost, as it could have been left out.
 
         That of an engine's first call has compilation in it, and does not count.
         """
-        known, each_s = self.costs.start_s, seconds / prompt_tokens
-        self.costs.start_s = each_s if known is None else min(known, each_s)
-        if known is not None:
+        self.costs.starts_s.append(seconds / prompt_tokens)
+        if len(self.costs.starts_s) > 1:
+            self.costs.restart_s = seconds
             self.budget.lose(seconds)
 
     def choose(self, *, length: int, left: int) -> TreeShape:
@@ -187,11 +186,12 @@ class Control:
             self._look_up(length)
             plain_s = self._plain_s
             measures = plain_s is None or self.costs.count % REFRESH < TIMES
-            if plain_s is not None and not measures:
-                best = self._best(left, plain_s)
+            if plain_s is not None and not measures and (self.restarts or not self.paused):
+                restart_s = plain_s if self.costs.restart_s is None else self.costs.restart_s
+                best = self._best(left, plain_s, restart_s if self.paused else 0.0)
             self.paused = not best and (self.paused or (not measures and self._pauses(left)))
         self._plain_run = 0 if best else self._plain_run + 1
-        self.budget.begin(self._seconds(best, plain_s) - plain_s if best and plain_s else 0.0)
+        self._risks.append(max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0)
         return self.shapes[best]
 
     def learn(
@@ -232,8 +232,11 @@ class Control:
         if restart_s is not None:
             self.costs.restart_s = restart_s
             self.budget.lose(restart_s)
-        # without the draft a cycle is plain decoding, which loses nothing, however long it took
-        self.budget.end(tokens, None if paused else seconds, self._plain_s)
+        if self._risks:
+            self._risks.popleft()
+        if (plain_s := self._plain_s) is not None:
+            # without the draft a cycle is plain decoding, which loses nothing, however long it took
+            self.budget.add(tokens, None if paused else seconds, plain_s)
 
     @property
     def _plain_s(self) -> float | None:
@@ -241,21 +244,24 @@ class Control:
         known = [one for one in (self._alone_s, *self._known[:1]) if one is not None]
         return min(known, default=None)
 
-    def _best(self, left: int, plain_s: float) -> int:
-        """Index of the affordable shape with the most expected tokens a second."""
-        restart_s = 0.0
-        if self.paused:
-            if not self.restarts:
-                return 0
-            restart_s = plain_s if self.costs.restart_s is None else self.costs.restart_s
+    def _best(self, left: int, plain_s: float, start_s: float = 0.0) -> int:
+        """Index of the affordable shape with the most expected tokens a second; 0: plain decoding.
+
+        Args:
+            left: most tokens that any sequence may still get.
+            plain_s: seconds of a plain cycle.
+            start_s: what the draft's start takes before its first cycle, which the tokens left must bring in.
+        """
         best, most = 0, 1.0 / plain_s
         measured = any(one is not None for one in self._known[1:])
         for i in range(1, len(self.shapes) if measured else 2):  # the first trial is the cheapest one
             seconds = self._seconds(i, plain_s)
             speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
             trials = TIMES if self._known[i] is None else 1  # number of them before its time is known
-            risk_s = trials * (seconds - plain_s)
-            if speed > most and self.budget.affords(risk_s + (restart_s if risk_s > 0 else 0.0), plain_s):
+            risk_s = start_s + trials * (seconds - plain_s)
+            risk_s += sum(self._risks) if risk_s > 0 else 0.0
+            pays = speed > most and left * (plain_s - 1 / speed) > start_s
+            if pays and self.budget.affords(risk_s, plain_s):
                 best, most = i, speed
         return best
 

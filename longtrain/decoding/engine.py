@@ -27,7 +27,7 @@ from longtrain.decoding.captured import (
     Stopwatch,
     can_capture,
 )
-from longtrain.decoding.control import Control, ShapeChoice, affords_start, run_cycles
+from longtrain.decoding.control import Control, ShapeChoice, run_cycles
 from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.evict import Keep
 from longtrain.decoding.limits import Limits, cannot_gain
@@ -107,7 +107,7 @@ class Engine:
         self.limits = limits or Limits()
         self.capture = capture
         self.costs = Costs()
-        """Measured cycle times of `decode=auto`; later calls start from them."""
+        """Times, acceptance and losses measured by `decode=auto`; later calls start from them."""
         self._kept: CaptureBuffers | None = None
         if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
@@ -180,17 +180,20 @@ class Engine:
         started_s = time.perf_counter()
         evictor, selector = self.parts.evictor, self.parts.selector
         buffers = self._static_buffers(draft, shapes, max_new_tokens)
-        kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
+        # what the time of a cycle depends on, and roughly what is accepted: not the temperature itself, or a
+        # server would learn anew for each client
+        cut = bool(sampling.top_k) or sampling.top_p < 1
+        kind = (len(prompts), buffers is not None, sampling.greedy, cut)
         hopeless = cannot_gain(draft, len(prompts), before + max_new_tokens, chooses=len(shapes) > 1)
-        starts_later = False
+        growth = partial(pass_growth, Sizes.of(target.info), len(prompts))
+        how: dict[str, Any] = {"restarts": bool(getattr(draft, "begins_anew", False)), "growth": growth}
         if draft and len(shapes) > 1:
-            sizes = {"prompt_tokens": read_tokens, "length": before, "planned": max_new_tokens}
-            starts_later = not affords_start(self.costs, kind, **sizes)
-            # one that does not begin anew would have to start now
-            if hopeless or (starts_later and not getattr(draft, "begins_anew", False)):
-                draft, starts_later = getattr(draft, "alone", None), False
-                shapes = tuple(one for one in shapes if not one.widths and (draft or not one.copied))
-        restarts = bool(getattr(draft, "begins_anew", False))
+            control = Control(shapes, self.costs, kind, **how)
+            how["paused"] = not control.starts(read_tokens, length=before, planned=max_new_tokens)
+            if hopeless or (how["paused"] and not control.restarts):  # it would have to start now
+                draft = getattr(draft, "alone", None)
+                how |= {"paused": draft is None, "restarts": draft is not None}
+                shapes = tuple(one for one in shapes if not one.widths) if draft else shapes
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
@@ -218,7 +221,7 @@ class Engine:
                 reserve(max(one.n_expanded for one in shapes))  # or graphs of smaller shapes would not last
 
         watch: Stopwatch | None = None
-        if draft and not starts_later:
+        if draft and not how.get("paused"):
             watch = Stopwatch(target.device)
             start(read.tokens_BS, read.n_B, read.step)
             watch.stop()
@@ -250,10 +253,6 @@ class Engine:
             start(*pad(whole, target.device), TargetStep(None, {}))
 
         cycles = ShapeCycles(cycles_of, target.device)
-        # again: cycles are not captured where this call's cache does not allow it (`_usable`)
-        kind = (len(prompts), buffers is not None, _constants(sampling, min_new))
-        how: dict[str, Any] = {"planned": max_new_tokens, "restarts": restarts, "paused": starts_later}
-        how["growth"] = partial(pass_growth, Sizes.of(target.info), len(prompts))
         control = Control(shapes, self.costs, kind, **how)
         if watch is not None and len(shapes) > 1 and draft is self.parts.draft:
             control.learn_start(watch.seconds(), read_tokens)
@@ -349,9 +348,8 @@ class Engine:
             return buffers
         if self.capture != "auto":
             raise ConflictError(
-                f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (its "
-                "layers or KV heads have different numbers of entries); pass capture=False or 'auto', or "
-                "evict evenly"
+                f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (the "
+                "host moves its entries between cycles); pass capture=False or 'auto'"
             )
         return None
 

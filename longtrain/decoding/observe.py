@@ -173,7 +173,7 @@ def observed(
             continue
         k_BTGD = run.cache.prefix(layer)[0][:, :longest]
         q_NHD, own_k_NGD = observers.layer(layer)
-        scale = info.head_dim**-0.5
+        scale = run.target.scaling(layer)
         sinks_H = run.target.sinks(layer)
         lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale, sinks_H=sinks_H)
         s_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)

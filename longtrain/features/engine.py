@@ -201,8 +201,9 @@ class EngineStates(FeatureFiles):
                 raise DataError(
                     f"{file} has {have}, not {IDS} and {STATES}; pass a folder of an engine's files"
                 )
-            about, ids_T = store.get_slice(STATES), store.get_tensor(IDS).long()
+            about, ids_T = store.get_slice(STATES), store.get_tensor(IDS)
             shape, dtype = about.get_shape(), about.get_dtype()
+            scales = store.get_slice(SCALES).get_shape() if SCALES in names else []
             of_token = [list(ids_T.shape)] + [store.get_slice(MASK).get_shape() for _ in range(MASK in names)]
         if dtype not in DTYPES and not (dtype == "F8_E4M3" and SCALES in names):
             without = "" if SCALES in names else f" without {SCALES}"
@@ -212,6 +213,11 @@ class EngineStates(FeatureFiles):
             raise DataError(
                 f"{file} has {STATES} {shape}, {IDS} and {MASK} {of_token}; expected [T, layers, size] and "
                 f"[T]: {AGAIN}"
+            )
+        if ids_T.is_floating_point() or (SCALES in names and scales != [shape[0], 1, 1]):
+            raise DataError(
+                f"{file} has {IDS} of type {ids_T.dtype} and {SCALES} {scales}; expected integers and, of "
+                f"fp8, [T, 1, 1]: {AGAIN}"
             )
         if not len(ids_T):
             raise DataError(f"{file} has no tokens (an aborted request, or one of embeddings); delete it")
@@ -227,7 +233,7 @@ class EngineStates(FeatureFiles):
         if int(ids_T.min()) < 0 or int(ids_T.max()) >= info.vocab_size:
             vocabulary = f"the vocabulary of {info.vocab_size} of target {info.name}"
             raise DataError(f"{file} has a token outside {vocabulary}")
-        return ids_T, names
+        return ids_T.long(), names
 
     def _check_values(self, file: Path, ids_T: Tensor, states_TLE: Tensor) -> None:
         """Refuse values that are not finite, and layers that are shown to be others."""

@@ -1,4 +1,5 @@
-"""Show what drafting and eviction do, on one prompt: two decodings side by side, then the evicted cache.
+"""Show what drafting and eviction do, on one prompt: two decodings side by side, then the evicted cache, and
+what was measured on published models.
 
 Shapes: L layers, G KV heads, S prompt tokens.
 """
@@ -41,7 +42,7 @@ def run(cfg: RunConfig) -> None:
     shipped = json.loads((asset_dir("bundled") / "demo.json").read_text(encoding="utf-8"))
     where = cfg.generate.prompt_file
     own = {"prompt": read_prompt(where), "begun": ""} if where else {}
-    prompt, begun = {**shipped, **own}.values()
+    prompt, begun = ({**shipped, **own}[key] for key in ("prompt", "begun"))
     budget = convert(cfg.evict.budget_tokens, Count, "evict.budget_tokens")
     count = cfg.decode.max_new_tokens
     names = cfg.artifacts
@@ -63,6 +64,7 @@ def run(cfg: RunConfig) -> None:
     screen.kept(ids, begun, next(iter(made)), made[next(iter(made))], budget)
     whole = {"whole cache": _generate(target, None, ids, count)}
     screen.texts(begun, whole | {f"{budget} entries, {name}": one for name, one in made.items()})
+    screen.published(shipped["published"])
 
 
 def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Parts, dict[str, Parts]]:

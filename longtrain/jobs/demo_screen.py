@@ -132,6 +132,11 @@ class DemoScreen:
             grid.add_row(Text(name), Text((one.texts or [""])[0].strip()))
         self.console.print(Trimmed(grid))
 
+    def published(self, lines: Sequence[str]) -> None:
+        """Print what was measured on published models."""
+        self._title("Measured on models that anybody can install, on one H200")
+        self.say(*lines)
+
     def _title(self, title: str) -> None:
         self.console.print(Trimmed(Text(f"== {title} ==", BRIGHT)))
 

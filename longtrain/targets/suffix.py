@@ -64,7 +64,8 @@ class Beside:
 
         Args:
             work: its results may be used in further such work, or after `join`.
-            reads: tensors of the forward that it reads; they are kept alive until the work is done.
+            reads: tensors of the forward that it reads; they are kept alive until the work is done. All else
+                that was allocated outside such work and that it reads must be kept alive by its owner.
         """
         if self._stream is None:
             return work()
@@ -122,6 +123,9 @@ class SuffixRun:
         self._lora: dict[Place, tuple[Tensor, Tensor]] = {}
         self._uses: list[Use] = []
         self._x_NE, self._layer = _between(target, embeds_NE, None, 0), 0
+        # Kept while the run lasts: `Beside` runs the first layer on a stream of its own, and the memory of an
+        # input without another owner would be given to the forward while that layer still reads it.
+        self._embeds_NE = embeds_NE
         self.last = target.info.full_layers[-1]
         """The layer that the run ends with."""
         with torch.autocast(embeds_NE.device.type, enabled=False):

@@ -12,6 +12,7 @@ from longtrain.bench import clock, engine, training
 from longtrain.bench.suites import Context
 from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs.model import Sizes
+from longtrain.decoding.engine import AUTO, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -104,6 +105,25 @@ def test_engine_suite_measures_plain_and_drafted() -> None:
     assert row["same"] == 1.0
     assert 1.0 <= row["draft"]["tau"] <= 3.0
     assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
+
+
+def test_engine_suite_times_later_calls_of_an_engine_that_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first calls learn is there: they share the engine with the counted ones."""
+    target = random_target("llama_micro")
+    calls: list[Engine] = []
+    generate = Engine.generate
+
+    def counted(self: Engine, *args: Any, **keys: Any) -> Any:
+        if not isinstance(keys["shape"], TreeShape):
+            calls.append(self)
+        return generate(self, *args, **keys)
+
+    monkeypatch.setattr(Engine, "generate", counted)
+    how = engine.EngineSettings((4,), max_new_tokens=6, repeats=2)
+    parts = attached("longspec", target, window=8)
+    row = engine.measure(target, parts, [[3, 4, 5, 6]], AUTO, how, Sampling())
+    assert len(calls) == engine.SETTLING + how.warmup + how.repeats and len(set(map(id, calls))) == 1
+    assert row["same"] == 1 and row["draft"]["costs"]
 
 
 def test_engine_suite_tells_what_verification_reads_of_the_experts() -> None:

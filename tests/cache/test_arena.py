@@ -1,16 +1,16 @@
-"""The arena against the caches it takes its rows from: the same attention, lengths on the device alone."""
+"""Arenas against the caches they take their rows from: the same attention, lengths on the device alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from longtrain.cache.arena import ArenaCache, movable
+from longtrain.cache.arena import ArenaCache, RaggedArena, arena_for
 from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
-from longtrain.cache.evicted import EvictedCache, compact
+from longtrain.cache.evicted import compact
 from longtrain.decoding.evict import Keep
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError
 
 L, B, H, G, D = 2, 3, 4, 2, 16
 RNG = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def step(caches, mask, T: int, path=None, n=None) -> None:
         assert torch.equal(caches[0].len_B, caches[1].len_B)
 
 
-def all_steps(other, arena: ArenaCache) -> None:
+def all_steps(other, arena: ArenaCache | RaggedArena) -> None:
     """A token, a chain half accepted, a tree whose paths move, a look at the prefix."""
     step((other, arena), Causal(), 1, n=torch.tensor([1, 1, 1]))
     step((other, arena), Causal(), 4, n=torch.tensor([4, 0, 2]))
@@ -82,15 +82,76 @@ def test_its_own_store_is_taken_where_it_lies():
     all_steps(other, arena)
 
 
-def test_after_even_eviction_rows_are_fewer_than_positions():
-    lengths = [9, 12, 14]
-    idx = torch.stack([torch.randperm(9, generator=RNG)[:5].sort().values for _ in range(L * B * G)])
-    keep = Keep(idx.view(L, B, G, 5), torch.full((L, B, G), 5))
-    evicted = compact(filled(dense(40), lengths), keep, lengths, room=20)
-    arena = ArenaCache(dense(30))
-    arena.take(evicted, room=20)
-    assert arena.rows_B.tolist() == [5, 5, 5] and arena.len_B.tolist() == lengths
-    all_steps(evicted, arena)
+LENGTHS = [9, 12, 14]
+COUNTS = {
+    "even": [[[5, 5]] * 3] * 2,
+    "by sequence": [[[3, 3], [6, 6], [14, 14]]] * 2,
+    "by layer": [[[7, 7]] * 3, [[2, 2]] * 3],
+    "by head": [[[9, 1], [1, 12], [4, 5]], [[1, 2], [12, 6], [14, 1]]],
+}
+"""Entries kept of each layer, sequence and KV head."""
+
+
+def evicted(counts, room: int):
+    """A cache of prompts of `LENGTHS` tokens of which so many random entries are kept."""
+    n_LBG = torch.tensor(counts)
+    idx_LBGK = torch.zeros(*n_LBG.shape, int(n_LBG.max()), dtype=torch.int64)
+    for at in torch.cartesian_prod(*map(torch.arange, n_LBG.shape)).tolist():
+        some = torch.randperm(LENGTHS[at[1]], generator=RNG)[: n_LBG[tuple(at)]].sort().values
+        idx_LBGK[tuple(at)][: len(some)] = some
+    return compact(filled(dense(40), LENGTHS), Keep(idx_LBGK, n_LBG), LENGTHS, room=room)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["prompt", "text after it"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_after_eviction_each_head_has_its_own_number_of_rows(counts, after):
+    """Rows of a head never reach those of the next, which are read at every step."""
+    other = evicted(counts, room=31)
+    if after:
+        step((other, other), Causal(), 3, n=None)
+        other.commit(None, torch.tensor([3, 1, 2]))
+    arena = arena_for(other, 28)
+    assert isinstance(arena, RaggedArena)
+    arena.take(other, room=28)
+    assert arena.len_B.tolist() == other.len_B.tolist()
+    all_steps(other, arena)
+    step((other, arena), Causal(), 16, n=torch.tensor([0, 0, 0]))
+
+
+def test_prompts_that_lost_nothing_move_in_too():
+    other = filled(dense(40), LENGTHS)
+    arena = arena_for(other, 26)
+    assert isinstance(arena, RaggedArena)
+    arena.take(other, room=26)
+    all_steps(other, arena)
+
+
+def test_one_buffer_serves_every_distribution_that_fits():
+    arena = arena_for(evicted(COUNTS["by head"], room=20), 20)
+    where = [one.data_ptr() for one in arena.tensors()]
+    for counts in COUNTS.values():
+        other = evicted(counts, room=20)
+        assert arena.fits(other, 20)
+        arena.take(other, room=20)
+        all_steps(other, arena)
+    assert [one.data_ptr() for one in arena.tensors()] == where
+    assert arena.fits(filled(dense(40), LENGTHS), 7) and not arena.fits(filled(dense(40), LENGTHS), 90)
+    sizes = {"n_layers": L, "n_kv_heads": G, "head_dim": D, "max_tokens": 20, "max_nodes": 0, "device": "cpu"}
+    for changed in ({"batch": B + 1}, {"dtype": torch.float32}, {"head_dim": 8}, {"n_layers": 1}):
+        assert not arena.fits(DenseCache(**{**sizes, "batch": B, "dtype": torch.float64, **changed}), 4)
+    with pytest.raises(ConfigError, match=r"1260 entries for an arena of 512; make a larger one"):
+        arena.take(filled(dense(40), LENGTHS), room=91)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_bytes_of_ragged_rows_are_those_kept_and_the_room(counts):
+    """Nothing is padded: as many entries as the evicted cache itself has."""
+    other = evicted(counts, room=20)
+    arena = arena_for(other, 20)
+    arena.take(other, room=20)
+    rows = int(torch.tensor(counts).sum()) + L * B * G * 20
+    assert arena.bytes() == rows * 2 * D * 8 + 3 * L * B * G * 8 + B * 8
+    assert arena.room_left() == 20
 
 
 def test_its_tensors_stay_where_they_are():
@@ -116,10 +177,3 @@ def test_what_does_not_fit_is_refused():
     arena = ArenaCache(dense(20))
     with pytest.raises(ConfigError, match="21 positions for an arena of 20"):
         arena.take(filled(dense(30), [8, 8, 8]), room=13)
-    n = torch.tensor([4, 5]).expand(L, B, G)
-    ragged = compact(
-        filled(dense(30), [8, 8, 8]), Keep(torch.arange(5).expand(L, B, G, 5), n), [8, 8, 8], room=4
-    )
-    assert isinstance(ragged, EvictedCache) and movable(ragged) is None
-    with pytest.raises(ConflictError, match="EvictedCache whose heads have different numbers of entries"):
-        arena.take(ragged, room=4)

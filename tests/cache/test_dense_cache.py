@@ -185,6 +185,25 @@ def test_many_tokens_after_known_lengths_need_no_mask(window, monkeypatch):
         attended()
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_prompt_with_its_lse_needs_no_mask(window, monkeypatch):
+    """Attention with sinks asks for the lse of a whole prompt, whose mask would be tokens x tokens."""
+    q, kv = torch.randn(2, 6, 7, 4).double(), torch.randn(2, 2, 2, 7, 4).double()
+    found = []
+    for many in (8, 7):
+        monkeypatch.setattr(dense, "_MANY", many)
+        store = DenseCache(
+            n_layers=1, n_kv_heads=2, head_dim=4, batch=2, max_tokens=9, max_nodes=0,
+            device="cpu", dtype=torch.float64,
+        )  # fmt: skip
+        if many == 7:
+            monkeypatch.setattr(store, "_visible_rows", None)
+        store.write(0, *kv)
+        found.append(store.attend_lse(0, q, mask=Causal(), scale=SCALE, window=window))
+    for masked, segments in zip(*found, strict=True):
+        torch.testing.assert_close(segments, masked, atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dim", "window"), [((14, 2), 64, 0), ((4, 1), 256, 300), ((8, 8), 128, 0)])
 def test_many_tokens_in_half_precision_on_a_gpu(heads, dim, window):

@@ -167,7 +167,7 @@ def test_a_full_tail_says_so():
     cache, _ = full()
     store = compact(cache, random_keep(EVEN), LENGTHS, room=3)
     row = torch.zeros(B, G, 4, D, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"0 tokens committed and 4 new tokens, room for 3"):
+    with pytest.raises(ConfigError, match=r"4 tokens committed and 4 new tokens, room for 7"):
         store.write(0, row, row)
 
 

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from longtrain.cache.arena import ArenaCache, LayeredArena
+from longtrain.cache.arena import ArenaCache, LayeredArena, arena_over
 from longtrain.cache.base import PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.layered import LayeredCache
 from longtrain.cache.window import WindowCache
 from longtrain.costs import model
-from longtrain.costs.model import window_kept, window_slots
+from longtrain.costs.model import window_slots
 from longtrain.decoding.captured import CaptureBuffers
 from longtrain.decoding.engine import AUTO, Engine
 from longtrain.decoding.evict import Budget
@@ -144,7 +144,7 @@ def test_what_is_stored(target):
     assert (
         near.dropped_B.tolist() == [2992] and near.rows_B.tolist() == [8] and cache.len_B.tolist() == [3000]
     )
-    assert near.kept == window_kept(WINDOW) == WINDOW - 1 + 3
+    assert near.kept == WINDOW - 1 + 3
     entry = 2 * target.info.n_kv_heads * target.info.head_dim * 8
     full = (target.info.n_layers - layers) * 4008
     assert cache.bytes() - entry * (full + layers * near.capacity) in (2 * 8, 3 * 8)
@@ -178,7 +178,7 @@ def test_random_accepted_and_rejected_tokens_leave_what_a_fresh_cache_has(target
     texts = [row[:n].tolist() for row, n in zip(prompt, n_B.tolist(), strict=True)]
     if arena:
         store = both[1]
-        taken = LayeredArena(store) if isinstance(store, LayeredCache) else ArenaCache(store)
+        taken = arena_over(store)
         taken.take(store, room=800)
         places = [one.data_ptr() for one in taken.tensors()]
         both = both[0], taken
@@ -214,7 +214,7 @@ def test_entries_of_an_arena_are_dropped_between_recorded_cycles_only(target):
     same(target, both, prompt)
     commit(both, None, torch.tensor([20]))
     store = both[1]
-    arena = LayeredArena(store) if isinstance(store, LayeredCache) else ArenaCache(store)
+    arena = arena_over(store)
     arena.take(store, room=500)
     near = arena.near if isinstance(arena, LayeredArena) else arena
     moves = []

@@ -18,7 +18,7 @@ from longtrain.data.chat.bounded import MEMORY
 from longtrain.data.packing.prepare import prepare
 from longtrain.data.read import encoder as encoder_module
 from longtrain.data.read.adapters import Document
-from longtrain.data.read.encoder import PARALLEL_CHARS, Encoder, encode, usual_workers
+from longtrain.data.read.encoder import Encoder, encode, usual_workers
 from longtrain.data.read.kept import KeptText
 from longtrain.errors import DataError
 from tests.data.conftest import TEMPLATE
@@ -70,8 +70,8 @@ def write_corpus(folder, megabytes):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
 def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
-    write_corpus(tmp_path / "little", 4)
-    write_corpus(tmp_path / "much", 40)
+    write_corpus(tmp_path / "little", 3)
+    write_corpus(tmp_path / "much", 24)
     done = subprocess.run(
         [sys.executable, "-c", PREPARE, str(words_folder), str(tmp_path)],
         capture_output=True,
@@ -81,8 +81,8 @@ def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (few, before), (many, after) = ([int(one) for one in line.split()] for line in done.stdout.splitlines())
-    assert few == 4 * (MEGABYTE // 56) and many == 10 * few
-    assert after - before < 12, (before, after)  # MB; the text is 40 MB
+    assert few == 3 * (MEGABYTE // 56) and many == 8 * few
+    assert after - before < 10, (before, after)  # MB; the text is 24 MB
 
 
 def test_several_processes_give_the_data_of_one(tokenizer, tmp_path):
@@ -269,13 +269,17 @@ def test_text_that_is_ready_is_given_before_more_is_read(monkeypatch, tokenizer)
             assert len(read) == number + 1
 
 
-@pytest.mark.parametrize("size", [PARALLEL_CHARS // 4, PARALLEL_CHARS // 2])
+FEW_CHARS = 80_000
+
+
+@pytest.mark.parametrize("size", [FEW_CHARS // 4, FEW_CHARS // 2])
 def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch, caplog, words_folder, size):
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     started = []
     monkeypatch.setattr(encoder_module, "_Pool", Processes(started))
+    monkeypatch.setattr(encoder_module, "PARALLEL_CHARS", FEW_CHARS)
     tokenizer = AutoTokenizer.from_pretrained(words_folder)
     text = " ".join([word(7)] * (size // 56 + 1))
     source = [[Document("a", "text", text=text)]]
@@ -283,8 +287,8 @@ def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch,
         for number in range(3):
             for batch, ids in encoder.batches(source):
                 assert batch is source[0] and len(next(ids)) == size // 56 + 1
-            assert bool(started) == (size * (number + 1) >= PARALLEL_CHARS)
-    assert started == ([4] if size == PARALLEL_CHARS // 2 else [])
+            assert bool(started) == (size * (number + 1) >= FEW_CHARS)
+    assert started == ([4] if size == FEW_CHARS // 2 else [])
     assert f"processes={4 if started else 1}" in caplog.text
 
 

@@ -18,6 +18,7 @@ END = {
     "chatml": "<|im_end|>",
     "smollm2": "<|im_end|>",
     "qwen25": "<|im_end|>",
+    "harmony": "<|return|>",
 }
 SYSTEM = {
     "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
@@ -48,7 +49,15 @@ VICUNA = (
     "<|endoftext|>A chat between a curious user and an artificial intelligence assistant. The assistant "
     "gives helpful, detailed, and polite answers to the user's questions. "
 )
+HARMONY = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+    "Knowledge cutoff: 2024-06\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. "
+    "Channel must be included for every message.<|end|>"
+)
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 TEXT = {
+    "harmony": HARMONY + f"<|start|>user<|message|>Who wrote it?<|end|>{FINAL}She did.<|end|>"
+    f"<|start|>user<|message|>When?<|end|>{FINAL}In May,\nI think.<|return|>",
     "vicuna": VICUNA
     + "USER: Who wrote it? ASSISTANT: She did.</s>USER: When? ASSISTANT: In May,\nI think.</s>",
     "llama3": "<|endoftext|>"
@@ -113,7 +122,9 @@ def test_a_file_or_a_context_over_the_targets_own(tokenizer_folder, tmp_path):
     tokenizer, context = read_tokenizer(str(tokenizer_folder), chat_template=str(file), max_positions=4096)
     assert tokenizer.chat_template == file.read_text() and context == 4096
     assert read_tokenizer(str(tokenizer_folder))[1] == 512
-    with pytest.raises(ConfigError, match=r"chat_template=absent .*chatml, llama3, qwen25, smollm2, vicuna"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template=absent .*chatml, harmony, llama3, qwen25, smollm2, vicuna"
+    ):
         read_tokenizer(str(tokenizer_folder), chat_template="absent")
 
 

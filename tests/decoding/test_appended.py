@@ -38,14 +38,14 @@ def read(target, kind, texts):
 @pytest.mark.parametrize("kind", ["plain", "quantised"])
 def test_they_are_read_as_if_one_by_one(target, kind):
     """Logits, hidden states, what a watch sees and what the cache holds; lengths and cuts differ by row."""
-    texts, after = prompts(300, 120, 250), prompts(290, 3, 131)
+    texts, after = prompts(300, 120, 250), prompts(140, 3, 20)
     cache, (ids_BT, m_B) = read(target, kind, texts).cache, pad(after, target.device)
     seen = []
     step, forwards = read_after(
         target, cache, ids_BT, m_B.tolist(), hidden=(0, -1), hook=lambda *one: seen.append(one)
     )
-    assert forwards == (1 if kind == "plain" else 3)
-    assert cache.len_B.tolist() == [590, 123, 381] and [layer for layer, *_ in seen] == [0, 1]
+    assert forwards == (1 if kind == "plain" else 2)
+    assert cache.len_B.tolist() == [440, 123, 270] and [layer for layer, *_ in seen] == [0, 1]
     for row, (text, tokens) in enumerate(zip(texts, after, strict=True)):
         alone, looks = read(target, kind, [text]).cache, []
         states = {0: [], -1: []}
@@ -62,7 +62,7 @@ def test_they_are_read_as_if_one_by_one(target, kind):
                 kept.append(last.hidden[layer][0, 0])
         torch.testing.assert_close(step.logits_BTV[row], last.logits_BTV[0])
         for layer, kept in states.items():
-            assert step.hidden[layer].shape[:2] == (3, 290)
+            assert step.hidden[layer].shape[:2] == (3, 140)
             torch.testing.assert_close(step.hidden[layer][row, : len(tokens)], torch.stack(kept))
         for layer in (0, 1):
             for part in (1, 2, 3):  # queries, keys, values
@@ -74,20 +74,20 @@ def test_they_are_read_as_if_one_by_one(target, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "quantised"])
 def test_text_goes_on_from_them(target, kind):
-    texts, after = prompts(260), prompts(270)
+    texts, after = prompts(260), prompts(140)
     parts = Parts(cache=None if kind == "plain" else new_cache(target, kind), name=kind)
     out = Engine(target, parts).generate(texts, max_new_tokens=6, after=after, ignore_eos=True)
     state = read(target, kind, texts)
     tokens = list(after[0])
-    while len(tokens) < 276:
+    while len(tokens) < 146:
         at = int(state.cache.len_B[0]) - 260
         rows = TokenBatch(state.cache.len_B[:, None], torch.tensor([[tokens[at]]]))
         logits = target.forward(rows, state.cache, outputs=OutputRequest("last")).logits_BTV
         state.cache.commit(None, torch.ones(1, dtype=torch.int64))
         if at == len(tokens) - 1:
             tokens.append(int(logits[0, 0].argmax()))
-    assert out.tokens[0] == tokens[270:]
-    assert out.stats.target_forwards == (1 if kind == "plain" else 3) + 1 + 5
+    assert out.tokens[0] == tokens[140:]
+    assert out.stats.target_forwards == (1 if kind == "plain" else 2) + 1 + 5
 
 
 def test_a_draft_that_reads_hidden_states_goes_on_from_them(target):
@@ -98,7 +98,7 @@ def test_a_draft_that_reads_hidden_states_goes_on_from_them(target):
     parts = Parts(cache=new_cache(target, "quantised"), name="quantised").merge(
         longspec.attach(module, target, config, {})
     )
-    call = {"max_new_tokens": 12, "after": prompts(290, 3), "ignore_eos": True}
+    call = {"max_new_tokens": 12, "after": prompts(140, 3), "ignore_eos": True}
     engine = Engine(target, parts)
     plain = engine.generate(prompts(300, 120), shape=TreeShape(()), **call)
     assert engine.generate(prompts(300, 120), shape=TreeShape((2, 2)), **call).tokens == plain.tokens

@@ -10,13 +10,15 @@ import torch
 
 from longtrain.decoding import captured
 from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConflictError
+from longtrain.methods.policies.adakv import AdaKV
 from longtrain.targets.loading import random_target
 from tests.families import usual
-from tests.helpers import Recall, noisy_longspec
+from tests.helpers import Recall, attached, noisy_longspec
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
@@ -33,7 +35,7 @@ ONE, THREE = prompts_of(11), prompts_of(7, 1, 12)
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
 def test_plain_decoding(family, sampling, prompts, tapes):  # noqa: F811
-    both(micro(family), None, prompts, max_new_tokens=24, sampling=sampling, ignore_eos=True)
+    both(micro(family), None, prompts, max_new_tokens=10, sampling=sampling, ignore_eos=True)
     assert len(tapes) == 1
 
 
@@ -143,6 +145,44 @@ def test_after_eviction_rows_and_positions_differ(draft, tapes):  # noqa: F811
     same(Engine(target, capture=False).generate(prompts, max_new_tokens=20), whole)
 
 
+@pytest.mark.parametrize(
+    ("across", "shape", "sampling"),
+    [
+        ("heads", PLAIN, Sampling()),
+        ("layers", CHAIN, WARM),
+        ("layers", TREE, Sampling()),
+        ("none", TREE, WARM),
+    ],
+    ids=str,
+)
+def test_after_eviction_heads_may_differ(across, shape, sampling, tapes):  # noqa: F811
+    """Prompts of other lengths too, one of them within its budget; text is read after the eviction."""
+    target, prompts = micro(), prompts_of(40, 9, 31)
+    evictor = Ragged() if across == "none" else AdaKV(Budget(12), over=snapkv(12), across=across)
+    parts = Parts(draft=noisy_longspec(target), evictor=evictor, name="both")
+    how = {"max_new_tokens": 20, "shape": shape, "sampling": sampling, "ignore_eos": True}
+    out = both(target, parts, prompts, **how, after=prompts_of(2, 3, 1))
+    assert out.kept.n_LBG.unique().numel() > 3 and len(tapes) == 1
+    texts = [tokens[:8] for tokens in out.tokens]
+    recalled = Parts(draft=Recall(texts), evictor=evictor, name="recall")
+    assert both(target, recalled, prompts, **how, after=prompts_of(2, 3, 1)).tokens == out.tokens
+
+
+def test_one_graph_serves_evicted_prompts_of_other_lengths(tapes):  # noqa: F811
+    """The buffer grows once; prompts within the budget are in it as well."""
+    target = micro()
+    evictor = AdaKV(Budget(12), over=snapkv(12), across="layers")
+    static = Engine(target, Parts(evictor=evictor), capture=True)
+    plain = Engine(target, Parts(evictor=evictor), capture=False)
+    for prompts in (prompts_of(40, 31), prompts_of(60, 12), prompts_of(10, 3), prompts_of(25, 41)):
+        how = {"max_new_tokens": 12, "ignore_eos": True}
+        ours, theirs = static.generate(prompts, **how), plain.generate(prompts, **how)
+        same(theirs, ours)
+        entries = theirs.stats.cache_bytes - ours.stats.cache_bytes
+        assert abs(entries) < 4000 and ours.stats.cache_bytes_full == theirs.stats.cache_bytes_full
+    assert len(tapes) == 1
+
+
 def test_bytes_are_those_of_the_slots_asked_for():
     target = micro()
     plain = Engine(target, capture=False).generate(ONE, max_new_tokens=20).stats
@@ -152,9 +192,9 @@ def test_bytes_are_those_of_the_slots_asked_for():
 
 def test_what_cannot_be_captured_is_refused_or_left():
     target = micro()
-    ragged = Parts(evictor=Ragged(), name="ragged")
-    with pytest.raises(ConflictError, match="EvictedCache cannot be decoded from static buffers"):
-        Engine(target, ragged, capture=True).generate(prompts_of(40), max_new_tokens=4)
+    thinned = attached("kvzap", target, {"budget_tokens": 12, "decoding": True}, hidden_dim=8)
+    with pytest.raises(ConflictError, match="ThinningCache cannot be decoded from static buffers"):
+        Engine(target, thinned, capture=True).generate(prompts_of(40), max_new_tokens=4)
     toy = Parts(draft=OracleDraft(target), name="toy")
     with pytest.raises(ConflictError, match="draft of 'toy' does not update its state in place"):
         Engine(target, toy, capture=True).generate(ONE, max_new_tokens=4)
@@ -186,6 +226,22 @@ def test_cuda_graphs_give_the_same_texts(family, sampling, shape):
     auto = Engine(target, parts)
     auto.generate(ONE, max_new_tokens=48, shape=shape, ignore_eos=True)
     assert auto._kept.arena is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_cuda_graphs_after_eviction_give_the_same_texts(shape, fused):
+    """In fp32, as above; heads have different numbers of entries."""
+    target = random_target("qwen3_micro", dtype=torch.float32, device="cuda")
+    target = target.fuse() if fused else target.unfuse()
+    draft = noisy_longspec(target)
+    draft.draft.to("cuda")
+    parts = Parts(draft=draft, evictor=AdaKV(Budget(20), over=snapkv(20), across="layers"), name="both")
+    for prompts in (prompts_of(90), prompts_of(60, 10, 45), prompts_of(70)):
+        how = {"max_new_tokens": 48, "shape": shape, "ignore_eos": True}
+        both(target, parts, prompts, **how)
+        assert Engine(target, parts).generate(prompts, **how).stats.capture_s > 0
 
 
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])

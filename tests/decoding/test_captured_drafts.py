@@ -40,7 +40,7 @@ def test_a_cycle_can_be_replayed(name, keys, sampling, children, tapes):  # noqa
     target = micro()
     shape = TreeShape((1,) * 4, children)
     parts = attached(name, target, **keys)
-    options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
+    options = {"max_new_tokens": 14, "sampling": sampling, "ignore_eos": True}
     drafted = both(target, parts, PROMPTS, shape=shape, **options)
     assert len(tapes) == 1
     if children is ChildChoice.POINT:

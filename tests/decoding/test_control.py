@@ -13,6 +13,7 @@ import torch
 from longtrain.costs.model import Sizes, pass_growth
 from longtrain.decoding import averages, captured
 from longtrain.decoding import control as control_module
+from longtrain.decoding import engine as engine_module
 from longtrain.decoding.averages import Acceptance, Costs, levels
 from longtrain.decoding.control import CHAINS, Control, ShapeChoice
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
@@ -115,7 +116,7 @@ def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
         for planned in (128, 1024):
             costs = Costs()
             for call in range(3):
-                control = Control(SHAPES, costs, planned=planned, restarts=restarts)
+                control = Control(SHAPES, costs, restarts=restarts)
                 machine = Machine(control, draft_s, verify_s, call, heard_s, restart_s)
                 while machine.tokens < planned:
                     machine.run(rate, 1)
@@ -141,7 +142,7 @@ def test_chains_are_short_where_longer_ones_read_more_experts():
     assert growth(9, 32000) < growth(9, 1000), "the cache is read too"
     usual = {}
     for kind, keys in ((Machine, {}), (WithExperts, {"growth": growth})):
-        machine = kind(Control(SHAPES, Costs(), planned=4000, **keys), 0.1, 5.0).run(0.8, 800)
+        machine = kind(Control(SHAPES, Costs(), **keys), 0.1, 5.0).run(0.8, 800)
         usual[kind] = Counter(depth for depth in machine.history if depth).most_common(1)[0][0]
         assert machine.tokens / machine.seconds > 0.95 * max(machine.speed(shape, 0.8) for shape in SHAPES)
     assert usual[WithExperts] <= 2 and usual[Machine] == 8
@@ -155,12 +156,12 @@ def test_chains_are_short_where_longer_ones_read_more_experts():
 
 
 def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():
-    control = Control(SHAPES, Costs(), planned=2000)
+    control = Control(SHAPES, Costs())
     machine = Machine(control, 0.08, 0.3, heard_s=0.025, restart_s=0.1).run(0.0, 400)
     assert control.paused and control.budget.lost_s > 0
     machine.run(0.95, 400)
     assert not control.paused and min(machine.history[-50:]) > 0 and control.budget.lost_s < 0
-    hard = Control(SHAPES, Costs(), planned=2000, restarts=False)
+    hard = Control(SHAPES, Costs(), restarts=False)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
     machine = Machine(hard, 0.08, 0.3, heard_s=0.025).run(0.0, 400)
@@ -233,6 +234,42 @@ def test_acceptance_level_by_level():
     assert known.rates(levels(TreeShape((1,), ChildChoice.IID))) == [0.8]
 
 
+def test_a_call_starts_from_the_acceptance_of_earlier_ones_and_soon_leaves_it():
+    past, four = Acceptance(), levels(chain(4))
+    for _ in range(100):
+        Acceptance(past).learn(chain(4), [2])
+    call = Acceptance(past)
+    assert call.rates(four) == pytest.approx([1.0, 1.0, 0.0, 0.0])
+    for _ in range(8):
+        call.learn(chain(1), [0])
+    assert call.rates(four)[0] < 0.35 < Acceptance(past).rates(four)[0]
+    for _ in range(120):
+        call.learn(chain(0), [0])
+    assert min(call.rates(four)) > 0.6, "what was bad is tried again"
+    fresh = Acceptance(Acceptance())
+    fresh.learn(chain(4), [2])
+    assert fresh.rates(four) == pytest.approx([0.9, 0.95, 0.475, 0.475]), "without a past"
+    for _ in range(200_000):  # an hour of plain decoding: weights are below the smallest number
+        past.learn(chain(0), [0])
+    assert Acceptance(past).rates(four) == pytest.approx([0.8] * 4)
+
+
+def test_budgets_are_kept_and_gains_are_not_without_end():
+    """Shares in plain seconds of 1: what is saved, what gains add to it, and the part of the whole."""
+    costs = Costs()
+    (one, _), (other, _) = costs.past("one text"), costs.past("eight texts")
+    advance_s, most_s = (averages.MAX_LOSS * n for n in (averages.UPFRONT, averages.SAVED))
+    assert one.affords(advance_s, 1.0) and not one.affords(1.01 * advance_s, 1.0)
+    for _ in range(1000):
+        one.add(1, None, 1.0)
+    assert one.affords(1000 * averages.MAX_LOSS, 1.0) and not one.affords(1000 * averages.MAX_LOSS + 0.1, 1.0)
+    assert not other.affords(1.01 * advance_s, 1.0), "kinds do not mix"
+    one.add(2000, 1000.0, 1.0)
+    assert one.affords(most_s, 1.0) and not one.affords(most_s + 0.1, 1.0)
+    one.lose(most_s)
+    assert not one.affords(0.1, 1.0) and not other.affords(0.1, 1.0), "all kinds together"
+
+
 def test_texts_that_differ_are_counted_together():
     """Of two texts one accepts all and one nothing: 3 tokens a cycle on average, not what mean rates give."""
     known = Acceptance()
@@ -301,6 +338,7 @@ def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noq
     engine = Engine(target, parts, capture=capture)
     made = []
     for menu in (AUTO, ShapeChoice(((1, 1), (2, 4), (3, 4, 2))), AUTO, TreeShape((1, 1))):
+        engine.costs = Costs()  # what was learned would leave one shape
         out = engine.generate(prompts, max_new_tokens=90, shape=menu, ignore_eos=True)
         assert out.tokens == texts
         assert sum(out.stats.shapes.values()) == out.stats.target_forwards - 1
@@ -312,6 +350,30 @@ def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noq
                        for depth, count in cycles.items())  # fmt: skip
     if capture:
         assert made[0] > 2 and made[2] - made[1] <= 2 and made[3] - made[2] <= 1
+
+
+def test_clients_with_temperatures_of_their_own_share_what_is_learned(monkeypatch):
+    kinds = []
+
+    class Noting(Control):
+        def __init__(self, shapes, costs, kind=(), **how):
+            kinds.append(kind)
+            super().__init__(shapes, costs, kind, **how)
+
+    monkeypatch.setattr(engine_module, "Control", Noting)
+    target = micro()
+    engine = Engine(target, Parts(draft=noisy_longspec(target), name="longspec"), capture=False)
+
+    def kinds_of(*samplings):
+        kinds.clear()
+        for sampling in samplings:
+            engine.generate(ONE, max_new_tokens=4, sampling=sampling, shape=AUTO)
+        return {*kinds}
+
+    warm = kinds_of(Sampling(0.5, seed=1), Sampling(0.9, seed=2))
+    cut = kinds_of(Sampling(0.5, top_p=0.9), Sampling(0.7, top_k=20))
+    greedy = kinds_of(Sampling(), Sampling(seed=5))
+    assert len(warm) == len(cut) == len(greedy) == 1 and len(warm | cut | greedy) == 3
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.95, seed=3)], ids=["greedy", "warm"])
@@ -348,6 +410,49 @@ def test_a_paused_draft_is_restarted_with_the_text(capture, tapes, clock, monkey
         THREE, max_new_tokens=150, shape=ShapeChoice(((1,), (1, 1))), ignore_eos=True
     )
     assert out.tokens == plain.tokens and len(found) > 1 and (1,) in out.stats.shapes
+
+
+class SlowStart(captured.Stopwatch):
+    """A draft's start takes a minute, as far as `decode=auto` knows."""
+
+    def seconds(self) -> float:
+        return 60.0
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["uncaptured", "captured"])
+def test_a_draft_is_left_out_of_calls_in_which_its_start_does_not_pay(capture, tapes, clock, monkeypatch):  # noqa: F811
+    """Two starts are measured; calls without the draft save for the next, which a long call brings in."""
+    monkeypatch.setattr(engine_module, "Stopwatch", SlowStart)
+    target = micro()
+    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=200, ignore_eos=True).tokens
+    engine = Engine(target, Parts(draft=Recall(texts), name="recall"), capture=capture)
+
+    def drafts(tokens: int) -> bool:
+        out = engine.generate(THREE, max_new_tokens=tokens, shape=AUTO, ignore_eos=True)
+        assert out.tokens == [text[:tokens] for text in texts]
+        return out.stats.draft_bytes > 0
+
+    assert [drafts(20) for _ in range(5)] == [True, True, False, False, False]
+    before_s = engine.costs.budget.plain_total_s
+    assert not drafts(200), "it would pay, but is not affordable yet"
+    assert engine.costs.budget.plain_total_s - before_s == pytest.approx(199 * (clock(PLAIN) - 0.5))
+    ((budget, _),) = engine.costs._past.values()
+    budget.add(3000, None, 4.5)  # as other calls would
+    assert not drafts(20) and drafts(200)
+
+
+def test_a_start_counts_where_the_cache_is_not_decoded_from_static_buffers(clock, monkeypatch):
+    """KVzap's cache that goes on evicting: whether it is captured is known after the prompt only."""
+    monkeypatch.setattr(engine_module, "gains", lambda target: True)
+    monkeypatch.setattr(engine_module, "_WORTH", 1)
+    monkeypatch.setattr(engine_module, "Stopwatch", SlowStart)
+    target = micro()
+    thinned = attached("kvzap", target, {"budget_tokens": 12, "decoding": True}, hidden_dim=8)
+    how = {"max_new_tokens": 20, "ignore_eos": True}
+    texts = Engine(target, thinned, capture=False).generate(THREE, **how).tokens
+    engine = Engine(target, Parts(draft=Recall(texts), evictor=thinned.evictor, name="recall"))
+    started = [engine.generate(THREE, shape=AUTO, **how).stats.draft_bytes > 0 for _ in range(4)]
+    assert started == [True, True, False, False]
 
 
 def test_quantspec_decodes_its_own_cache(clock):
@@ -438,14 +543,14 @@ def test_graphs_of_several_shapes_share_a_pool():
 def test_cycles_without_the_draft_lose_nothing():
     """A time of plain decoding that was measured in a fast moment must not make later plain cycles a loss."""
     costs, plain = Costs(), TreeShape(())
-    control = Control((plain, TreeShape((1,))), costs, planned=64)
+    control = Control((plain, TreeShape((1,))), costs)
     for seconds in (1.0, 1.0):
         assert control.choose(length=9, left=60) == plain and not control.paused
         control.learn(plain, [0], length=9, seconds=seconds)
-    before_s = costs.lost_total_s
+    before_s = costs.budget.lost_s
     for _ in range(40):
         control.learn(plain, [0], length=9, seconds=1.5, paused=True)
-    assert costs.lost_total_s == control.budget.lost_s == before_s == 0.0
-    assert costs.plain_total_s == 41.0  # all but the first, before which no time was known
+    assert costs.budget.lost_s == control.budget.lost_s == before_s == 0.0
+    assert costs.budget.plain_total_s == 41.0  # all but the first, before which no time was known
     control.learn(TreeShape((1,)), [0], length=9, seconds=3.0)
-    assert costs.lost_total_s > 0.0
+    assert costs.budget.lost_s > 0.0

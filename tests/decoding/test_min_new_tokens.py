@@ -43,7 +43,7 @@ def reference(target: ToyTarget, prompt: list[int], least: int, most: int) -> li
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("least", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("least", [0, 1, 7, 40])
 def test_greedy_text_is_transformers(least):
     target = ToyTarget(12, eos=ENDS)
     outputs = [reference(target, prompt, least, 40) for prompt in PROMPTS]
@@ -72,7 +72,7 @@ def test_stop_ids_of_a_call_are_barred_and_others_are_not():
 
 @pytest.mark.parametrize("children", ChildChoice)
 def test_sampled_texts_follow_the_targets_law_without_the_ends(children):
-    n, vocab, prompt = 12_000, 6, [1, 2]
+    n, vocab, prompt = 6_000, 6, [1, 2]
     target, sampling = ToyTarget(vocab, eos=(4,)), Sampling(temperature=1.0, top_p=0.9, seed=11)
 
     def masked(text: tuple[int, ...]) -> float:

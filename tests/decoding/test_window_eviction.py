@@ -8,7 +8,7 @@ from longtrain.cache.base import KVCache, Tree
 from longtrain.cache.evicted import compact
 from longtrain.cache.layered import LayeredCache
 from longtrain.costs.model import window_slots
-from longtrain.decoding.engine import Engine
+from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget, Keep
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts, TreeShape
@@ -164,7 +164,10 @@ def test_a_module_that_only_looks_on_changes_no_bit(target, policy):
         found.append((read.step.logits_BTV, Engine(target).generate(prompts, max_new_tokens=12).tokens))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     wide = Parts(evictor=made(policy, target).with_budget(Budget(64)), name=policy)
-    assert Engine(target, wide).generate(prompts, max_new_tokens=12).tokens == found[0][1]
+    for capture in (False, True):
+        assert (
+            Engine(target, wide, capture=capture).generate(prompts, max_new_tokens=12).tokens == found[0][1]
+        )
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -192,9 +195,15 @@ def test_a_draft_on_the_evicted_cache_gives_the_text_of_plain_decoding_on_it(tar
     )
     assert plain.kept is not None and plain.kept.n_LBG.shape[0] == len(FULL)
     parts = Parts(evictor=policy, draft=Recall(plain.tokens), name=policy.name)
-    for shape in (TreeShape((1, 1, 1)), TreeShape((2, 3, 3))):
-        drafted = Engine(target, parts).generate(prompts, max_new_tokens=20, ignore_eos=True, shape=shape)
-        assert drafted.tokens == plain.tokens and drafted.stats.tau > 1.3
+    static = Engine(target, parts, capture=True)
+    for engine, shape in (
+        (Engine(target, parts), TreeShape((1, 1, 1))),
+        (Engine(target, parts), TreeShape((2, 3, 3))),
+        (static, TreeShape((2, 3, 3))),
+        (static, PLAIN),
+    ):
+        drafted = engine.generate(prompts, max_new_tokens=20, ignore_eos=True, shape=shape)
+        assert drafted.tokens == plain.tokens and (drafted.stats.tau > 1.3 or shape is PLAIN)
 
 
 def test_the_share_is_that_of_all_entries_which_are_needed(target):
@@ -214,8 +223,26 @@ def test_the_share_is_that_of_all_entries_which_are_needed(target):
     assert target.info.entries(200, kept=20) == 2 * 20 + 3 * WINDOW
 
 
+@torch.no_grad()
+def test_scores_have_the_scale_of_the_targets_attention(monkeypatch):
+    """Gemma 3 27B scales by another number than the size of its heads; so does this one."""
+    target, prompt = random_target("gemma3_micro", seed=3, dtype="float64"), token_ids(30, least=2)[0]
+    assert target.scaling(1) == 24**-0.5 != target.info.head_dim**-0.5
+    seen, scores = [], SnapKV.scores
+    monkeypatch.setattr(SnapKV, "scores", lambda *given: seen.append(scores(*given)) or seen[-1])
+    parts = Parts(evictor=SnapKV(Budget(12), window=8, kernel=1), name="snapkv")
+    Engine(target, parts).generate([prompt], max_new_tokens=2, ignore_eos=True)
+    target.model.set_attn_implementation("eager")
+    try:
+        weights = target.model(torch.tensor([prompt]), output_attentions=True).attentions[1][0]
+    finally:
+        target.model.set_attn_implementation("longtrain")
+    expected = weights[:, -8:, :22].mean(1).unflatten(0, (2, -1)).mean(1)
+    torch.testing.assert_close(seen[0][0, 0, :, :22].double(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_what_evictors_do_not_take_is_refused_in_one_line():
-    snapkv, prompts = Parts(evictor=SnapKV(Budget(20)), name="snapkv"), token_ids(60)
+    h2o, prompts = Parts(evictor=H2O(Budget(20)), name="h2o"), token_ids(60)
     for shape, message in (
         ({**SHAPES["mistral_micro"], "sliding_window": 8}, "2 of 2 layers"),
         (SHAPES["gemma3_micro"], "head_dim"),
@@ -225,7 +252,7 @@ def test_what_evictors_do_not_take_is_refused_in_one_line():
         ),
     ):
         with pytest.raises(TargetMismatchError, match=message) as caught:
-            Engine(random_target(shape), snapkv).generate(prompts, max_new_tokens=2)
+            Engine(random_target(shape), h2o).generate(prompts, max_new_tokens=2)
         assert "\n" not in str(caught.value)
 
 

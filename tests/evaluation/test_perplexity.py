@@ -132,7 +132,7 @@ def wide():
 def test_a_quantised_cache_is_scored_whatever_the_step(wide, strict):
     parts = attached("quantspec", wide, draft=False, strict_flush=strict)
     text = np.random.default_rng(1).integers(0, 97, 1400).tolist()
-    contexts, scored = [text[:300], text[:200], text[:517]], [text[300:470], text[200:330], text[517:523]]
+    contexts, scored = [text[:320], text[:200], text[:517]], [text[320:400], text[200:330], text[517:523]]
     full = measure(wide, Parts(), contexts, scored=scored)
     found = measure(wide, parts, contexts, scored=scored)
     for one, whole in zip(found, full, strict=True):

@@ -115,6 +115,15 @@ FORMS = {
         DataError,
         "of type F8_E4M3 without hidden_states_scales",
     ),
+    "scales": (
+        {
+            "hidden_states": torch.ones(N, 3, 48).to(torch.float8_e4m3fn),
+            "hidden_states_scales": torch.ones(3),
+        },
+        DataError,
+        r"hidden_states_scales \[3\]; expected integers and, of fp8, \[T, 1, 1\]",
+    ),
+    "fractions": ({"token_ids": torch.arange(N) + 0.5}, DataError, "has token_ids of type torch.float32"),
     "no last": (
         {"hidden_states": torch.ones(N, 2, 48)},
         DataError,

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import sys
 import threading
 from collections import Counter
@@ -9,19 +10,24 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 
 from longtrain import cli
 from longtrain.data.chat.asked import Asking, Unanswered, WeightedQuestions
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
 from longtrain.data.read import encoder
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs import answers as job
 from longtrain.jobs.answering.ahead import Ahead
 from longtrain.jobs.answering.batches import AnswerBatches
 from longtrain.jobs.answering.files import AnswerFiles
 from longtrain.jobs.answering.places import PREFILL_SPEED, Places
-from longtrain.targets.loading import load_target
+from longtrain.targets.loading import load_target, random_target
+from tests.families import usual
+from tests.targets.test_window_layers import shape_of
 
 SETTINGS = {"target": "fake", "seed": 0}
 END = 7
@@ -398,8 +404,6 @@ def answer_chats(monkeypatch, tmp_path, chats, *words, home="one"):
 
 def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypatch, tmp_path, answered_whole):
     from longtrain.data.chat.mask import render_prompt
-    from longtrain.decoding.engine import PLAIN, Engine
-    from longtrain.decoding.sampling import Sampling
 
     folder, rows = answered_whole
     assert len(rows) == 5  # of seven prompts, two were asked before
@@ -547,7 +551,6 @@ def test_documents_are_asked_about_with_a_question(monkeypatch, tmp_path):
 
 def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatch, tmp_path):
     from longtrain.data.chat.mask import render_prompt
-    from longtrain.decoding.engine import PLAIN, Engine
 
     (tmp_path / "books").mkdir()
     text = " ".join(f"Word {n} of a long document." for n in range(400))
@@ -572,6 +575,33 @@ def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatc
             (fresh,) = Engine(target).generate([ids], max_new_tokens=8, shape=PLAIN).tokens
             fresh = [one for one in fresh if one not in target.info.eos_ids]
             assert turns[at]["content"] == target.tokenizer.decode(fresh, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3", "smollm3"])
+def test_texts_go_on_from_a_kept_prompt_in_layers_with_windows(family):
+    """Each question on a prompt of several windows gets the text of the whole, read anew."""
+    made = usual(family) if family == "gpt_oss" else shape_of(family, random.Random(2))
+    shape = {**made, "sliding_window": 8}
+    target = random_target(shape, seed=3, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(1)
+    prompt, *questions = (
+        torch.randint(2, target.info.vocab_size, (n,), generator=rng).tolist() for n in (50, 1, 7, 8, 9)
+    )
+    places = Places(target, 2, 100, Sampling())
+    places.begin([1], [prompt], [0], most=1)
+    while not list(places.step()):
+        pass
+    places.stop(1, kept=len(prompt))
+    for cached in (len(prompt), len(prompt) - 5):  # the whole prompt stays, or a part of it
+        for question in questions:
+            places.go_on(1, cached, question, 0, most=12)
+            found = []
+            while len(found) < 12:
+                found += [token for _, token in places.step()]
+            places.stop(1, kept=cached)
+            whole = prompt[:cached] + question
+            expected = Engine(target).generate([whole], max_new_tokens=12, shape=PLAIN, ignore_eos=True)
+            assert found == expected.tokens[0]
 
 
 def test_the_next_prompt_has_the_tokens_of_a_whole_rendering():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from docs.check import at
 from longtrain.artifact import Artifact
 from longtrain.artifact.evidence import Evidence
 from longtrain.artifact.inspection import inspect
-from longtrain.assets import bundled_artifacts
+from longtrain.assets import asset_dir, bundled_artifacts
 from longtrain.targets.loading import load_target
 
 MOST_BYTES = 4_000_000
@@ -68,10 +70,47 @@ def test_the_demo_says_the_same_twice_and_answers_from_64_entries(run):
     assert tau > 1.3
     kept = done.stdout.partition("KV entries a head")[2].partition("== What follows")[0]
     assert "[" in kept and "mother so last week" in kept
-    lines = done.stdout.partition("== What follows")[2].splitlines()[1:]
+    follows, _, published = done.stdout.partition("== What follows")[2].partition("== Measured on")
+    lines = follows.strip().splitlines()[1:]
     texts = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
     assert texts["64 entries, lookaheadkv"] == texts["whole cache"] != texts["64 entries, snapkv"]
     assert "1937204" in texts["whole cache"]
+    assert "2.53 times as fast" in published
+
+
+@pytest.mark.parametrize(
+    ("file", "shown"),
+    [
+        (
+            "eagle3_speculation",
+            {
+                "2.53": "speed_pooled[system=joined tree 4-8-8-8].speed",
+                "1.62": "speed_pooled[system=joined tree 4-8-8-8].lowest_task",
+                "2.97": "speed_pooled[system=joined tree 4-8-8-8].highest_task",
+            },
+        ),
+        (
+            "lookaheadkv_needles",
+            {
+                "93%": "systems[name=lkv15@256].average.value",
+                "59%": "systems[name=snapkv@256].average.value",
+                "97%": "systems[name=full].average.value",
+            },
+        ),
+        (
+            "specontext_longbench",
+            {"41.7": "systems[name=sc15@1024].average.value", "41.8": "systems[name=full].average.value"},
+        ),
+    ],
+)
+def test_published_figures_of_the_demo_are_those_of_the_results(file, shown):
+    results = Path(__file__).parents[2] / "recipes/results/published/qwen25_coder_15b" / f"{file}.json"
+    measured = json.loads(results.read_text())
+    lines = " ".join(json.loads((asset_dir("bundled") / "demo.json").read_text())["published"])
+    for number, place in shown.items():
+        assert number in lines
+        digits = len(number.rstrip("%").partition(".")[2])
+        assert f"{at(measured, place):.{digits}f}" == number.rstrip("%")
 
 
 def test_without_an_artifact_that_drafts_there_is_no_demo(run):

@@ -40,6 +40,36 @@ def dense_case(
     return (x.to(device) for x in (q_BHTD, k_BGSD, v_BGSD, torch.tensor(lens)))
 
 
+def per_head_case(lens, *, T=3, H=4, D=16, dtype=torch.float32, device="cpu", nodes=None):
+    """q, and K and V of heads of these lengths in one buffer: first its places, then the arguments.
+
+    NaN lies between heads, where nothing may be read, and heads are not in order.
+    """
+    B, G, room = len(lens), len(lens[0]), nodes or T
+    size_X = torch.tensor(lens).flatten() + room + 3
+    order_X = torch.randperm(B * G)
+    first_X = torch.zeros(B * G, dtype=torch.int64)
+    first_X[order_X] = size_X[order_X].cumsum(0) - size_X[order_X]
+    k_SD, v_SD = torch.randn(2, int(size_X.sum()), D).to(dtype).unbind(0)
+    for first, size in zip(first_X.tolist(), size_X.tolist(), strict=True):
+        for x in (k_SD, v_SD):
+            x[first + size - 3 : first + size] = float("nan")
+    q_BHTD, len_BG, first_BG = torch.randn(B, H, T, D).to(dtype), torch.tensor(lens), first_X.view(B, G)
+    k_BGSD, v_BGSD = (x.to(device).expand(B, G, -1, -1) for x in (k_SD, v_SD))
+    return q_BHTD.to(device), k_BGSD, v_BGSD, len_BG.to(device), first_BG.to(device)
+
+
+def heads_alone(q_BHTD, k_BGSD, v_BGSD, len_BG, first_BG, nodes):
+    """For each sequence and KV head its inputs as a batch of one sequence with one head."""
+    group = q_BHTD.shape[1] // k_BGSD.shape[1]
+    for b, lens in enumerate(len_BG.tolist()):
+        for g, n in enumerate(lens):
+            rows = slice(int(first_BG[b, g]), int(first_BG[b, g]) + n + nodes)
+            heads = slice(g * group, (g + 1) * group)
+            k, v = (x[b, g, rows][None, None] for x in (k_BGSD, v_BGSD))
+            yield b, heads, (q_BHTD[b : b + 1, heads], k, v, torch.tensor([n], device=k.device))
+
+
 def grown(widths):
     """visible_NN of a tree as drafts grow it: each level's nodes below random nodes of the level above."""
     parents, above = [-1], [0]

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from attention_cases import dense_case, grown, mask_named, rows_alone
+from attention_cases import dense_case, grown, heads_alone, mask_named, per_head_case, rows_alone
 
 import longtrain.kernels.tree_attention as package
 from longtrain.costs.model import TILE
@@ -54,6 +54,39 @@ def test_the_kernel_follows_the_reference(mask, splits, case):
     got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)
     torch.testing.assert_close(got, expected, atol=bound, rtol=2e-5, check_dtype=False)
     torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
+
+
+PER_HEAD = {
+    "a token": ("causal", 2, [[5, 70], [33, 1]], 1, {}),
+    "a chain": ("causal", 3, [[32, 64], [0, 100]], 4, {}),
+    "a tree": ("tree", None, [[31, 70]], 7, {}),
+    "a large tree": ("tree", 2, [[3, 65]], 20, {}),
+    "a level of a tree": ("tree", 2, [[40, 3], [12, 77]], 5, {"nodes": 11}),
+    "no mask": ("none", 2, [[1, 99, 64, 32]], 3, {}),
+    "bulk copies": ("tree", 2, [[200, 64], [5, 131]], 3, {"D": 64, "dtype": torch.float16}),
+    "bulk copies of one token": ("causal", 1, [[200, 64], [5, 131]], 1, {"D": 64, "dtype": torch.float16}),
+}
+"""Name -> mask, splits, entries of each sequence and KV head, new tokens, inputs."""
+
+
+@pytest.mark.parametrize(("mask", "splits", "lens", "T", "case"), PER_HEAD.values(), ids=PER_HEAD)
+def test_heads_of_different_lengths_have_the_bits_of_each_alone(mask, splits, lens, T, case):
+    """With the splits of the whole launch: the same tiles are summed in the same order."""
+    q, k, v, len_BG, first_BG = per_head_case(lens, T=T, **case)
+    nodes = case.get("nodes", T)
+    bits, _ = mask_named(mask, len(lens), T, nodes=nodes)
+    how = {"scale": 0.4, "nodes": case.get("nodes")}
+    assert kernel_serves(q, k, v)
+    out, lse = tree_attention(q, k, v, len_BG, bits, splits=splits, **how, first_BG=first_BG)
+    double = (x.double() for x in (q, k, v))
+    expected, _ = reference.tree_attention(*double, len_BG, bits, **how, first_BG=first_BG)
+    bound = 2e-6 if q.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(out.double(), expected, atol=bound, rtol=max(2e-5, bound))
+    for b, heads, alone in heads_alone(q, k, v, len_BG, first_BG, nodes):
+        own = bits[b : b + 1] if mask == "tree" else bits
+        one, one_lse = tree_attention(*alone, own, splits=splits, **how)
+        if splits is not None:
+            assert torch.equal(out[b : b + 1, heads], one) and torch.equal(lse[b : b + 1, heads], one_lse)
 
 
 WINDOWS = {

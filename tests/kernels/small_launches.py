@@ -17,6 +17,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import TypeAlias
@@ -39,7 +40,8 @@ import longtrain.kernels
 from longtrain import methods
 from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.kernels import hierarchical, importance, tree_attention
 from longtrain.kernels.anchored import anchored_attention
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
@@ -51,6 +53,7 @@ from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
 from longtrain.kernels.suffix_match import longest_match
 from longtrain.kernels.top_entries import choose_entries
+from longtrain.methods.policies.adakv import AdaKV
 from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
@@ -322,9 +325,11 @@ def texts() -> Jobs:
     ):
         for fused in (True, False):
             yield partial(_text, name, TreeShape(shape), fused)
+            if name != "quantspec":
+                yield partial(_text, name, TreeShape(shape), fused, evicts=True)
 
 
-def _text(name, shape, fused):
+def _text(name, shape, fused, *, evicts=False):
     target = random_target(SMALL, dtype=DTYPE).to(DEVICE)
     target = target.fuse() if fused else target.unfuse()
     parts = None
@@ -334,6 +339,9 @@ def _text(name, shape, fused):
         module = spec.build(config, target.info)
         module = module.to(DEVICE, DTYPE) if module is not None else None
         parts = spec.attach(module, target, config, {})
+    if evicts:
+        evictor = AdaKV(Budget(64), over="snapkv", across="layers")
+        parts = replace(parts or Parts(), evictor=evictor)
     captured.has_graphs = lambda device: False
     target.rope(torch.arange(5, device=DEVICE)[None])
     for prompts in ([[7] * 254], [[5] * 300, [9] * 20]):

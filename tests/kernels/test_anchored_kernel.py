@@ -50,7 +50,7 @@ def test_the_kernels_compile_for_hopper_without_spills(name, dim, group):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
-@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_gradients_of_own_keys_compile_where_a_block_fills_no_tile(group):
     """Then the loop over whole tiles is empty; `ptxas` crashes on some such loops."""
     built = compiled("keys_kernel", 64, group, OWN=True)

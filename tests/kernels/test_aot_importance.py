@@ -112,7 +112,7 @@ def test_merging(splits):
 
 
 @pytest.mark.parametrize(
-    "tile", (*fragments.TILES[4], fragments.WIDE_TILES[2]), ids=lambda tile: f"{tile.rows} rows"
+    "tile", (fragments.TILES[4][0], fragments.WIDE_TILES[2]), ids=lambda tile: f"{tile.rows} rows"
 )
 @pytest.mark.parametrize("splits", [pytest.param(16, marks=pytest.mark.slow), 264])
 def test_merging_of_fragments(tile, splits):

@@ -36,13 +36,15 @@ def compiled(tile, *, gated, rows, even=True):
 @pytest.mark.parametrize(
     ("features", "gated", "rows", "even"),
     [
-        (896, False, 8, True), (4096, False, 8, True), (4096, False, 16, True), (6144, False, 16, True),
-        (128256, False, 8, True), (4864, True, 8, True), (14336, True, 16, True),
-        (896, False, 8, False), (4096, False, 16, False), (128256, False, 8, False), (14336, True, 16, False),
+        (896, False, 8, False), (4096, False, 16, True), (6144, False, 16, True), (128256, False, 8, True),
+        (14336, True, 16, False),
     ],
 )  # fmt: skip
 def test_linear(features, gated, rows, even):
-    """Weights come in whole 16 bytes past the registers, also where K ends within a step; nothing spills."""
+    """Weights come in whole 16 bytes past the registers, also where K ends within a step; nothing spills.
+
+    Each tile once.
+    """
     tile = small_linear_launch.tile_for(features, gated=gated)
     built = compiled(tile, gated=gated, rows=rows, even=even)
     assert built.stack_bytes == 0 and built.registers <= 128 and built.shared_bytes <= CORE_BYTES
@@ -83,9 +85,10 @@ MOST = {1: 1.8, 2: 2.0, 4: 2.1, 8: 2.0, 16: 2.8}
 @pytest.mark.parametrize(
     ("features", "gated", "inputs", "rows"),
     [
-        *((4096, False, 14336, rows) for rows in (1, 8, 16)),
-        *(pytest.param(4096, False, 14336, rows, marks=pytest.mark.slow) for rows in (2, 4)),
-        *((14336, True, 4096, rows) for rows in (1, 16)),
+        *((4096, False, 14336, rows) for rows in (1, 16)),
+        *(pytest.param(4096, False, 14336, rows, marks=pytest.mark.slow) for rows in (2, 4, 8)),
+        pytest.param(14336, True, 4096, 1, marks=pytest.mark.slow),
+        (14336, True, 4096, 16),
         pytest.param(4096, False, 4096, 16, marks=pytest.mark.slow),
         (6144, False, 4096, 8),
         (28672, False, 4096, 4),
@@ -116,7 +119,7 @@ def test_int4_linear(features, gated, inputs, rows):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 16])
-@pytest.mark.parametrize(("inputs", "groups"), [(96, 4), (192, 2), (2240, 2), (2240, 4), (17408, 1)])
+@pytest.mark.parametrize(("inputs", "groups"), [(96, 4), (192, 2), (2240, 4), (17408, 1)])
 def test_int4_linear_of_other_groups_and_inputs(inputs, groups, rows):
     """Tensors lie as the machine text has it whatever the groups are, and programs fit."""
     tile, constants, built = int4(48, inputs, rows, groups=groups)

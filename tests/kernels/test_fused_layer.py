@@ -46,6 +46,7 @@ EIGHT_B = {
             "NEIGHBOURS": False,
             "NORM": True,
             "WRITE": True,
+            "PER_HEAD": False,
             "WRAP": 384,
             "FIXED": 4,
             "COUNT": True,
@@ -55,12 +56,21 @@ EIGHT_B = {
     ),
     "_swiglu_kernel": ({"size": 14336, "COLUMNS": 1024}, {}, 4),
     "_write_kernel": (
-        {"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0, "FIXED": 0, "COUNT": True},
+        {
+            "G": 8,
+            "D": 128,
+            "HEADS": 8,
+            "WIDTH": 128,
+            "PER_HEAD": False,
+            "WRAP": 0,
+            "FIXED": 0,
+            "COUNT": True,
+        },
         {"slot_ptr": "*i64", "count_ptr": "*i64"},
         4,
     ),
     "_move_kernel": (
-        {"P": 6, "D": 128, "ROWS": 8, "WIDTH": 128, "WRAP": 384},
+        {"P": 6, "D": 128, "ROWS": 8, "WIDTH": 128, "PER_HEAD": False, "WRAP": 384},
         {"first_ptr": "*i64", "path_ptr": "*i64"},
         1,
     ),
@@ -73,9 +83,19 @@ EIGHT_B = {
 """Constants of each kernel at the shape of Llama-3.1-8B, types that are not bf16 pointers, warps."""
 
 
+PER_HEAD = {"PER_HEAD": True, "WRAP": 0, "FIXED": 0, "COUNT": False}
+"""After eviction each KV head has its own slots; there is no ring."""
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
-@pytest.mark.parametrize("name", EIGHT_B)
-def test_kernels_compile_for_hopper_without_spills(name):
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        *((name, {}) for name in EIGHT_B),
+        *((name, PER_HEAD) for name in ("_rotate_kernel", "_write_kernel", "_move_kernel")),
+    ],
+)
+def test_kernels_compile_for_hopper_without_spills(name, others):
     """Wide loads: 16 bytes a thread wherever the row is long enough."""
     import aot
 
@@ -84,7 +104,7 @@ def test_kernels_compile_for_hopper_without_spills(name):
     constants, types, warps = EIGHT_B[name]
     jit = getattr(fused_layer_triton, name)
     pointers = {arg: "*bf16" for arg in jit.arg_names if arg.endswith("_ptr")}
-    constants = {**constants, "CHAINED": True}
+    constants = {**constants, **{key: others[key] for key in constants.keys() & others}, "CHAINED": True}
     strides = [arg for arg in jit.arg_names if arg[-2:] in ("_n", "_b", "_g", "_s", "_t", "_v")]
     binary = aot.compile_kernel(jit, {**pointers, **types}, constants, aligned=strides, warps=warps)
     # reducing an angle to the first quadrant exactly takes a few words of local memory
@@ -280,6 +300,53 @@ def test_rows_move_to_the_front(device, dtype, wrap, monkeypatch):
             for held in found:
                 assert torch.equal(held[:, :, b, :, goal % 11], before[:, :, b, :, source % 11])
     assert torch.equal(*found)
+
+
+FIRST_BG = [[3, 30], [17, 9]]
+"""Slots of the first new entry of two sequences' heads, in a buffer of 40 that they share."""
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_heads_may_have_slots_of_their_own(device, dtype, rotated, monkeypatch):
+    H, G, D, T = 3, 2, 24, 4
+    first = torch.tensor(FIRST_BG, device=device)
+    found = []
+    for way in (kernel, reference):
+        held = made(device, dtype, 2, 40, D, seed=4)
+        into = Slots(*(x.expand(2, G, -1, -1) for x in held), first)
+        if rotated:
+            qkv = made(device, dtype, 2 * T, (H + 2 * G) * D)
+            rope = made(device, torch.float32, 2, 2 * T, D, seed=1).to(dtype)
+            _, k, v = way(monkeypatch, "rotate_heads", qkv, (rope[0], rope[1]), (H, G), into=into)
+            k, v = (x.unflatten(0, (2, T)).transpose(1, 2) for x in (k, v))
+        else:
+            k, v = made(device, dtype, 2, 2, T, G, D).transpose(2, 3)
+            way(monkeypatch, "write_rows", k, v, into)
+        expected = made(device, dtype, 2, 40, D, seed=4)
+        for b, g in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            slots = slice(FIRST_BG[b][g], FIRST_BG[b][g] + T)
+            expected[0, slots], expected[1, slots] = k[b, g], v[b, g]
+        assert torch.equal(held, expected)
+        found.append(held)
+    close(*([one] for one in found))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_rows_move_to_the_front_of_each_head(device, dtype, monkeypatch):
+    path = torch.tensor([[0, 2, 3, 5, 0], [0, 1, 3, 4, 6]], device=device)
+    first = torch.tensor([FIRST_BG, [[50, 80], [61, 70]]], device=device)
+    found = []
+    for way in (kernel, reference):
+        held = made(device, dtype, 2, 90, 24, seed=4)
+        way(monkeypatch, "move_entries", *(x.expand(2, 2, 2, -1, -1) for x in held), first, path, None)
+        found.append(held)
+    expected = made(device, dtype, 2, 90, 24, seed=4)
+    before = expected.clone()
+    for at, begin in enumerate(first.flatten().tolist()):
+        for p, source in enumerate(path[at // 2 % 2].tolist()):
+            expected[:, begin + p] = before[:, begin + source]
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -1,6 +1,15 @@
 import pytest
 import torch
-from attention_cases import dense_case, distance, forest, grown, mask_named, rows_alone
+from attention_cases import (
+    dense_case,
+    distance,
+    forest,
+    grown,
+    heads_alone,
+    mask_named,
+    per_head_case,
+    rows_alone,
+)
 
 from longtrain.costs.model import TILE
 from longtrain.errors import DataError
@@ -23,6 +32,38 @@ def test_the_reference_follows_the_definition(mask, nodes):
                 logit = 0.3 * k[b, h // 2, slots] @ q[b, h, t]
                 torch.testing.assert_close(lse[b, h, t], torch.logsumexp(logit, 0))
                 torch.testing.assert_close(out[b, h, t], torch.softmax(logit, 0) @ v[b, h // 2, slots])
+
+
+LENS = ([[5, 1], [40, 3], [0, 90]], [[7, 30, 2, 64]])
+"""Entries of each sequence and KV head."""
+
+
+@pytest.mark.parametrize(("mask", "nodes"), [("none", 5), ("causal", 5), ("tree", 5), ("tree", 8)])
+@pytest.mark.parametrize("lens", LENS, ids=["batch", "one"])
+def test_heads_of_different_lengths_are_sequences_of_their_own(lens, mask, nodes):
+    """In one buffer: each head as if it were alone in a dense one, which `tree_attention` serves too."""
+    q, k, v, len_BG, first_BG = per_head_case(lens, T=5, dtype=torch.float64, nodes=nodes)
+    bits, _ = mask_named(mask, len(lens), 5, nodes=nodes)
+    how = {"scale": 0.3, "nodes": nodes}
+    out, lse = tree_attention(q, k, v, len_BG, bits, **how, first_BG=first_BG)
+    for b, heads, case in heads_alone(q, k, v, len_BG, first_BG, nodes):
+        own = bits[b : b + 1] if mask == "tree" else bits
+        expected, expected_lse = tree_attention(*case, own, **how)
+        torch.testing.assert_close(out[b : b + 1, heads], expected)
+        torch.testing.assert_close(lse[b : b + 1, heads], expected_lse)
+
+
+def test_heads_of_different_lengths_have_their_places():
+    q, k, v, len_BG, first_BG = per_head_case(LENS[0])
+    wrong = [
+        ({"first_BG": first_BG[:, 0]}, r"first_BG \(3,\); allowed: \(3, 2\)"),
+        ({"len_B": len_BG[:, 0].contiguous()}, r"len_B \(3,\) of torch.int64; allowed: \(3, 2\)"),
+        ({"window": 4}, "window=4 with first_BG; allowed: window=0"),
+    ]
+    for keys, message in wrong:
+        with pytest.raises(DataError, match=message):
+            given = {"len_B": len_BG, "mask": CAUSAL, "first_BG": first_BG, **keys}
+            tree_attention(q, k, v, scale=1.0, **given)
 
 
 @pytest.mark.parametrize("mask", ["causal", "tree"])
@@ -219,6 +260,30 @@ def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n
     for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
         own, own_lse = tree_attention(*case, CAUSAL, **how)
         assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "D"), [(4, 256), (16, 128), (8, 64)])
+@pytest.mark.parametrize("T", [1, 5, 11, 60])
+def test_heads_of_different_lengths_on_a_gpu(T, H, D):
+    """Each has the bits that it has alone, with the splits of the whole launch."""
+    lens = [[2000, 3, 640, 1], [64, 5000, 63, 129]]
+    case = per_head_case(lens, T=T, H=H, D=D, dtype=torch.bfloat16, device="cuda")
+    q, k, v, len_BG, first_BG = case
+    for name in ("none", "causal", "tree"):
+        mask, _ = mask_named(name, 2, T, "cuda")
+        how = {"scale": D**-0.5, "splits": 9}
+        out, lse = tree_attention(q, k, v, len_BG, mask, **how, first_BG=first_BG)
+        for b, heads, alone in heads_alone(q, k, v, len_BG, first_BG, T):
+            own = mask[b : b + 1] if name == "tree" else mask
+            # twice, for as many new tokens in a step: their number decides between two paths
+            own = own.repeat(2, 1, 1) if name == "tree" else own
+            q_own, k_own, v_own, n = (torch.cat((x, x)) for x in alone)
+            one, one_lse = tree_attention(q_own, k_own, v_own, n, own, **how)
+            assert torch.equal(out[b, heads], one[0]) and torch.equal(lse[b, heads], one_lse[0])
+            double = (x.double() for x in (q_own, k_own, v_own))
+            expected, _ = reference.tree_attention(*double, n, own, scale=D**-0.5)
+            assert distance(one, expected) <= 4e-3
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from tests.families import EXPERTS, FAMILIES, drawn, usual
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """fp64 weights: norms, angles and routers compute in fp32 inside these models, whatever the dtype."""
-SEEDS = 12
+SEEDS = 20
 
 
 def checkpoint(tmp_path, tokenizer_folder, values, seed):

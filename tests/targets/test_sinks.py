@@ -8,15 +8,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longtrain.cache.arena import ArenaCache, LayeredArena
+from longtrain.cache.arena import ArenaCache, arena_over
 from longtrain.cache.base import Tree
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConflictError, TargetMismatchError
 from longtrain.kernels.importance import Span, importance, suffix_lse
+from longtrain.methods.magicdec.choice import ScoredEntries
 from longtrain.methods.policies.h2o import H2O
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.methods.sparse.rules import attention
 from longtrain.targets.attention import with_sinks
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import OutputRequest, TokenBatch
@@ -102,7 +104,7 @@ def test_trees_and_ragged_batches_are_those_of_each_path_alone(arena, fused):
     target(TokenBatch(torch.arange(21).expand(2, -1), ids_BT, n_B=n_B), cache)
     cache.commit(None, n_B)
     if arena:
-        store, cache = cache, LayeredArena(cache)
+        store, cache = cache, arena_over(cache)
         cache.take(store, room=8)
     depth = torch.tensor([0, 1, 1, 2, 3])
     rows = TokenBatch(cache.len_B[:, None] + depth, tree_BN, mask=Tree(visible.expand(2, -1, -1)))
@@ -128,23 +130,45 @@ def test_greedy_text_of_drafts_is_the_plain_text_with_windows_and_sinks(shape):
 
 
 @torch.no_grad()
-def test_scores_for_eviction_have_the_sinks_denominator(monkeypatch):
+@pytest.mark.parametrize("method", ["snapkv", "magicdec"])
+def test_scores_for_eviction_have_the_sinks_denominator(monkeypatch, method):
     """Those of transformers' own attention weights, over the window's queries and a group's heads."""
     target = gpt_oss(FULL, 128)
     stock, prompt = stock_of(target), token_ids(30)[0]
     weights = stock(torch.tensor([prompt]), output_attentions=True).attentions
-    seen, scores = [], SnapKV.scores
+    seen, (of, name) = [], {"snapkv": (SnapKV, "scores"), "magicdec": (ScoredEntries, "_scores")}[method]
+    scores = getattr(of, name)
 
-    def kept(policy, run):
-        seen.append(scores(policy, run))
-        return seen[0]
+    def kept(*given):
+        seen.append(scores(*given))
+        return seen[-1]
 
-    monkeypatch.setattr(SnapKV, "scores", kept)
-    parts = Parts(evictor=SnapKV(Budget(12), window=8, kernel=1))
+    monkeypatch.setattr(of, name, kept)
+    if method == "snapkv":
+        parts = Parts(evictor=SnapKV(Budget(12), window=8, kernel=1))
+    else:
+        parts = attached("magicdec", target, policy="snapkv", window=8, kernel=1, least_tokens=16)
     Engine(target, parts).generate([prompt], max_new_tokens=2, ignore_eos=True)
-    for layer, of_layer in enumerate(weights):
+    found = seen[0] if method == "snapkv" else seen
+    for found_BGS, of_layer in zip(found, weights, strict=True):
         expected = of_layer[0, :, -8:, :22].mean(1).unflatten(0, (2, -1)).mean(1)
-        torch.testing.assert_close(seen[0][layer, 0, :, :22].double(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found_BGS[0, :, :22].double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_selection_by_attention_has_the_sinks_denominator():
+    """The last token's weights, which transformers' own attention gives, summed over a group's heads."""
+    target, seen = gpt_oss(FULL, 128), {}
+    ids_T = torch.tensor(token_ids(30)[0])
+    weights = stock_of(target)(ids_T[None], output_attentions=True).attentions
+    target.packed(
+        ids_T, torch.arange(30), (0, 30), OutputRequest("none", hidden=(-1,)),
+        hook=lambda layer, q, k, v: seen.update({layer: (q[:, :, -1], k)}),
+    )  # fmt: skip
+    for layer, of_layer in enumerate(weights):
+        found = attention(target, layer, *seen[layer], torch.tensor([30]))
+        expected = of_layer[:, :, -1].unflatten(1, (2, -1)).sum(2)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_sums_of_exponentials_take_sinks_in():
@@ -174,6 +198,25 @@ def test_selected_entries_and_evicted_caches_have_sinks_too():
     evicts = Parts(evictor=SnapKV(Budget(400), window=8, kernel=5))
     made = Engine(windows, evicts).generate(prompts, **how)
     assert made.tokens == Engine(windows).generate(prompts, **how).tokens
+
+
+@pytest.mark.parametrize("kinds", [WINDOWS, FULL])
+def test_quantised_entries_have_sinks_too(kinds):
+    """The plain text while nothing is quantised; a draft's text is that of its cache where much is."""
+    shape = usual("gpt_oss", layer_types=kinds, sliding_window=6, head_dim=64)
+    target = random_target(shape, dtype="float64")
+    for index in range(3):
+        target.sinks(index).normal_(1.0, 2.0, generator=torch.Generator().manual_seed(index))
+    how, chain = {"max_new_tokens": 20, "ignore_eos": True}, SHAPES["chain"]
+    drafts = attached("quantspec", target, weight_bits=16)
+    alone = attached("quantspec", target, draft=False)
+    short, long = token_ids(90, 1, 17), token_ids(400, 5, 260)
+    expected = Engine(target).generate(short, **how).tokens
+    assert Engine(target, alone).generate(short, **how).tokens == expected
+    made = Engine(target, drafts).generate(short, shape=chain, **how)
+    assert made.tokens == expected and made.stats.tau > 3.0
+    made = Engine(target, drafts).generate(long, shape=chain, **how)
+    assert made.tokens == Engine(target, alone).generate(long, **how).tokens and made.stats.tau > 1.5
 
 
 def test_what_cannot_serve_sinks_says_so():

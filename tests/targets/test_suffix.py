@@ -290,6 +290,22 @@ def test_a_backward_that_leaves_lora_out_keeps_nothing(trained):
     assert grad.any() and left() is None
 
 
+@torch.no_grad()
+def test_the_inputs_live_as_long_as_the_run():
+    """On a stream of its own the first layer may read them after the host has gone on."""
+    target = random_target("llama_micro", seed=3)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(M, target.info.hidden_size)
+    begun = SuffixRun(target, embeds, torch.arange(M), [Span((0, M), 0, (0, LENGTHS[0]))], lora(target))
+    kept = weakref.ref(embeds)
+    del embeds
+    for layer in range(begun.last + 1):
+        begun.step(*cache.prefix(layer))
+    assert kept() is not None
+    del begun
+    assert kept() is None
+
+
 def test_rows_in_another_dtype_than_the_weights():
     """Weights are cast as they are used: fp32 rows over a half-precision target."""
     half = random_target("qwen3_micro", seed=3, dtype=torch.bfloat16)

@@ -21,6 +21,7 @@ from longtrain.targets.loading import random_target, target_from_model
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import OutputRequest, TokenBatch
 from longtrain.targets.stock import decode_stock
+from tests import families
 from tests.helpers import Recall, token_ids
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -125,7 +126,7 @@ def ids(*shape, seed=1):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_are_those_of_transformers(family, attention):
-    for seed in range(10) if attention == "eager" else range(10, 20):
+    for seed in range(20):
         target, ids_BT = made(family, seed), ids(2, PROMPT, seed=seed)
         with torch.no_grad():
             theirs = stock_of(target, attention)(ids_BT).logits
@@ -244,7 +245,7 @@ TREES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("length", [3, 6, 8, 30])
+@pytest.mark.parametrize("length", [3, 6, 30])
 @torch.no_grad()
 def test_a_tree_row_equals_its_path_alone(family, tree, length):
     """With rows of a batch whose edges of the window lie at different places."""
@@ -265,14 +266,18 @@ def test_a_tree_row_equals_its_path_alone(family, tree, length):
             torch.testing.assert_close(got[b, node], alone_NTV[node, len(path) - 1], **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *families.FAMILIES])
 @torch.no_grad()
 def test_after_random_accepted_and_rejected_rows_the_cache_is_a_fresh_one(family):
-    target, seen = made(family), visible_of(TREES["three levels"])
+    """200 steps, many times the room of a layer with a window, so that entries are dropped on the way."""
+    mixed = {"layer_types": MIXED, "sliding_window": WINDOW} if family == "gpt_oss" else {}
+    other = family not in FAMILIES
+    target = random_target(families.usual(family, **mixed), dtype="float64") if other else made(family)
+    seen = visible_of(TREES["three levels"])
     n_nodes, rng = len(seen), random.Random(0)
-    texts, cache = [[], []], target.new_cache(2, 600, n_nodes)
+    texts, cache = [[], []], target.new_cache(2, 1200, n_nodes)
     paths = [row.nonzero()[:, 0].tolist() for row in seen]
-    for step in range(80):
+    for step in range(200):
         node_BN = ids(2, n_nodes, seed=step)
         pos_BN = cache.len_B[:, None] + seen.sum(-1) - 1
         mask = Tree(seen.expand(2, -1, -1))
@@ -283,12 +288,12 @@ def test_after_random_accepted_and_rejected_rows_the_cache_is_a_fresh_one(family
         cache.commit(path_BP, torch.tensor([len(path) for path in taken]))
         for text, ids_N, path in zip(texts, node_BN.tolist(), taken, strict=True):
             text += [ids_N[node] for node in path]
-    assert cache.len_B.tolist() == [len(text) for text in texts] and min(cache.len_B) > 5 * WINDOW
+    assert cache.len_B.tolist() == [len(text) for text in texts] and min(cache.len_B) > 200
     next_B1 = ids(2, 1, seed=999)
     got = target(TokenBatch(cache.len_B[:, None], next_B1), cache).logits_BTV
     for b, text in enumerate(texts):
         whole = torch.tensor([*text, int(next_B1[b])])[None]
-        alone = rows_of(target, whole, target.new_cache(1, 600, 0))[0, -1]
+        alone = rows_of(target, whole, target.new_cache(1, 1200, 0))[0, -1]
         torch.testing.assert_close(got[b, 0], alone, **CLOSE)
 
 
@@ -299,14 +304,15 @@ def test_speculation_across_the_edge_equals_plain_decoding(family, capture):
     target, prompts = made(family), token_ids(5, 7, 21, least=2)
     plain = Engine(target).generate(prompts, max_new_tokens=24, ignore_eos=True).tokens
     wrong = [[(token + 1) % 97 for token in text] for text in plain]
-    for draft, least in ((Recall(plain), 1.5), (Recall(wrong), 1.0)):
-        for shape in (TreeShape((2, 3, 3)), TreeShape((1,) * 9), AUTO):
-            engine = Engine(target, Parts(draft=draft, name="recall"), limits=Limits(), capture=capture)
-            if shape is AUTO:
-                draft.offers = ((1,), (2, 3, 3))
-            out = engine.generate(prompts, max_new_tokens=24, ignore_eos=True, shape=shape)
-            assert out.tokens == plain
-            assert out.stats.tau >= least or shape is AUTO
+    tree, chain = TreeShape((2, 3, 3)), TreeShape((1,) * 9)
+    cases = ((plain, tree, 1.5), (plain, chain, 1.5), (wrong, tree, 1.0), (plain, AUTO, 0))
+    for texts, shape, least in cases:
+        draft = Recall(texts)
+        if shape is AUTO:
+            draft.offers = ((1,), (2, 3, 3))
+        engine = Engine(target, Parts(draft=draft, name="recall"), limits=Limits(), capture=capture)
+        out = engine.generate(prompts, max_new_tokens=24, ignore_eos=True, shape=shape)
+        assert out.tokens == plain and out.stats.tau >= least
 
 
 def test_names_of_classes_are_those_of_transformers():

@@ -11,7 +11,9 @@ from torch import Tensor
 from longtrain.errors import ConfigError, refusal
 
 
-def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float) -> Tensor:
+def head_weights(
+    q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
     """Attention weights of each query head over the visible entries.
 
     The softmax keeps the order of the entries of one head, but makes heads comparable.
@@ -21,6 +23,7 @@ def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float
         k_GSD: keys, [..., G, S, D]; H is a multiple of G.
         visible_S: bool mask, [..., S], with at least one visible entry.
         scale: softmax scale.
+        sinks_H: the target's attention sinks (`Target.sinks`), which join the softmax's denominator.
 
     Returns: w_HS in fp32 (fp64 for fp64), [..., H, S]; 0 where not visible.
 
@@ -33,7 +36,10 @@ def head_weights(q_HD: Tensor, k_GSD: Tensor, visible_S: Tensor, *, scale: float
     wide = torch.promote_types(q_HD.dtype, torch.float32)
     q = q_HD.to(wide).unflatten(-2, (G, H // G))  # [..., H, D] -> [..., G, H / G, D]
     score = (q @ k_GSD.to(wide).transpose(-1, -2)).flatten(-3, -2) * scale
-    return score.masked_fill(~visible_S[..., None, :], -torch.inf).softmax(-1)
+    score = score.masked_fill(~visible_S[..., None, :], -torch.inf)
+    if sinks_H is None:
+        return score.softmax(-1)
+    return score.softmax(-1) * (score.logsumexp(-1) - sinks_H.to(wide)).sigmoid()[..., None]
 
 
 def group_scores(weights_HS: Tensor, groups: int) -> Tensor:

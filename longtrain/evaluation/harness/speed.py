@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longtrain.decoding.averages import Costs
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.sampling import Sampling
@@ -73,6 +74,8 @@ class SpeedTest:
     prompts: int = 3
     batches: Sequence[int] = (1,)
     tokens: int | None = None
+    _costs: dict[str, Costs] = field(default_factory=dict, init=False, repr=False)
+    """What each system has learned: each batch has an engine of its own."""
 
     @property
     def timed(self) -> list[System]:
@@ -193,6 +196,7 @@ class SpeedTest:
         longest = max(len(prompt.ids) + len(prompt.after) for prompt in some.prompts)
         limits = Limits(len(some.prompts), longest + some.request.max_new_tokens, system.nodes)
         engine = Engine(self.target, system.parts, limits=limits)
+        engine.costs = self._costs.setdefault(system.name, engine.costs)
         made = some.request.decode(engine, some.prompts, shape=system.shape, sequence_ids=some.sequence_ids)
         return made.stats, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 

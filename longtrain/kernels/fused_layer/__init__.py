@@ -177,6 +177,9 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     slot_BT = into.rows(k_BGTD.shape[2])
     row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
     for buffer, new in ((into.k_BGSD, k_BGTD), (into.v_BGSD, v_BGTD)):
+        if into.per_head:
+            buffer[0, 0][slot_BT] = new.to(buffer.dtype)
+            continue
         rows_BTGD = new.transpose(1, 2).to(buffer.dtype)
         if into.count_B is not None:  # other positions keep their present entries
             stored_BT = torch.arange(new.shape[2], device=slot_BT.device) < into.count_B[:, None]
@@ -192,7 +195,9 @@ def move_entries(
     Args:
         k_LBGSD: buffer of keys, last dim contiguous.
         v_LBGSD: buffer of values, of the same strides.
-        first_B: cache position of each sequence's first entry of the step, int64, on the device.
+        first_B: cache position of each sequence's first entry of the step, int64, on the device. Where heads
+            have different numbers of entries: of each layer, sequence and KV head, [L, B, G], in one buffer
+            [S, D] of all of them, which `k_LBGSD` and `v_LBGSD` are expanded from.
         path_BP: indices of entries, increasing up to the accepted length, so that none is below p; int64.
         wrap: size of a ring buffer, as in `Slots`.
     """
@@ -201,9 +206,14 @@ def move_entries(
 
         kernel.move_entries(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
         return
+    step_P = torch.arange(path_BP.shape[1], device=path_BP.device)
+    if first_B.dim() == 3:
+        source_LBGP, goal_LBGP = first_B[..., None] + path_BP[:, None], first_B[..., None] + step_P
+        for buffer_SD in (k_LBGSD[0, 0, 0], v_LBGSD[0, 0, 0]):
+            buffer_SD[goal_LBGP] = buffer_SD[source_LBGP]
+        return
     row_B1 = torch.arange(len(path_BP), device=path_BP.device)[:, None]
-    source_BP = first_B[:, None] + path_BP
-    goal_BP = first_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+    source_BP, goal_BP = first_B[:, None] + path_BP, first_B[:, None] + step_P
     if wrap is not None:
         source_BP, goal_BP = source_BP % wrap, goal_BP % wrap
     for buffer in (k_LBGSD, v_LBGSD):

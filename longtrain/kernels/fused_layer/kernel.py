@@ -52,9 +52,13 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr, FIXED: tl.constexpr):
-    """Buffer position of token t of sequence b."""
-    slot = tl.load(slot_ptr + b).to(tl.int64) + at + t
+def _slot(slot_ptr, b, head, G: tl.constexpr, t, at, PER_HEAD: tl.constexpr, WRAP: tl.constexpr,
+          FIXED: tl.constexpr):  # fmt: skip
+    """Buffer position of token t of sequence b; PER_HEAD: of each KV head, those outside 0..G-1 undefined."""
+    if PER_HEAD:
+        slot = tl.load(slot_ptr + b * G + head, mask=(head >= 0) & (head < G), other=0).to(tl.int64) + at + t
+    else:
+        slot = tl.load(slot_ptr + b).to(tl.int64) + at + t
     if FIXED:
         slot = tl.where(slot < FIXED, slot, FIXED + (slot - FIXED) % WRAP)
     elif WRAP:
@@ -68,8 +72,8 @@ def _rotate_kernel(
     qkv_n, rope_n, eps, ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NORM: tl.constexpr, WRITE: tl.constexpr, PER_HEAD: tl.constexpr, WRAP: tl.constexpr,
+    FIXED: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Rotate a few heads of one token: queries and keys in place; WRITE: also store keys and values.
 
@@ -119,8 +123,8 @@ def _rotate_kernel(
     tl.store(place + high_at, turned_high, mask=turns)
     if WRITE:
         batch = row // T
-        slot = _slot(slot_ptr, batch, row % T, at, WRAP, FIXED)
         key = (head - H).to(tl.int64)[:, None]
+        slot = _slot(slot_ptr, batch, tl.where(key < G, key, key - G), G, row % T, at, PER_HEAD, WRAP, FIXED)
         k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s
         is_key, is_value = turns & (key >= 0), keep & (key >= G)
         if COUNT:
@@ -153,7 +157,8 @@ def _write_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr, k_b, k_g, k_t, v_b, v_g, v_t,
     ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
+    PER_HEAD: tl.constexpr, WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Store all KV heads of one new token."""
     if CHAINED:
@@ -161,8 +166,8 @@ def _write_kernel(
         gdc_wait()
     b = (tl.program_id(0) // T).to(tl.int64)
     t = (tl.program_id(0) % T).to(tl.int64)
-    slot = _slot(slot_ptr, b, t, at, WRAP, FIXED)
     head, dim = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
+    slot = _slot(slot_ptr, b, head, G, t, at, PER_HEAD, WRAP, FIXED)
     keep = (head < G) & (dim < D)
     if COUNT:
         keep = keep & (t + tl.zeros_like(head) < tl.load(count_ptr + b))
@@ -175,8 +180,8 @@ def _write_kernel(
 @triton.jit
 def _move_kernel(
     k_ptr, v_ptr, first_ptr, path_ptr, x_l, x_b, x_g, x_s, path_b, B,
-    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WRAP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr,
+    WRAP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Move all entries of a path in one head of one layer."""
     if CHAINED:
@@ -184,7 +189,8 @@ def _move_kernel(
         gdc_wait()
     b, layer = (tl.program_id(0) % B).to(tl.int64), (tl.program_id(0) // B).to(tl.int64)
     p, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
-    first = tl.load(first_ptr + b)
+    own = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    first = tl.load(first_ptr + (own if PER_HEAD else b))
     source, goal = first + tl.load(path_ptr + b * path_b + p, mask=p < P, other=0), first + p
     if WRAP:
         source, goal = source % WRAP, goal % WRAP
@@ -322,8 +328,8 @@ def rotate_heads(
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
             N // batch, to.at, H=H, G=G, D=D, R=cos.shape[-1], HALF=triton.next_power_of_2(D // 2),
             HEADS=_HEADS, NEIGHBOURS=neighbours,
-            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0, FIXED=to.fixed,
-            COUNT=to.count_B is not None,
+            NORM=norms is not None, WRITE=into is not None, PER_HEAD=to.per_head, WRAP=to.wrap or 0,
+            FIXED=to.fixed, COUNT=to.count_B is not None,
             num_warps=1, **chained,
         )  # fmt: skip
 
@@ -351,7 +357,8 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
             k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, slot_B, count_B, *k_BGTD.stride()[:3],
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
-            WRAP=into.wrap or 0, FIXED=into.fixed, COUNT=into.count_B is not None, **chained,
+            PER_HEAD=into.per_head, WRAP=into.wrap or 0, FIXED=into.fixed, COUNT=into.count_B is not None,
+            **chained,
         )  # fmt: skip
 
 
@@ -365,8 +372,8 @@ def move_entries(
     with launched_on(k_LBGSD):
         _move_kernel[(L * B, G)](
             k_LBGSD, v_LBGSD, first_B, dense_rows(path_BP), *k_LBGSD.stride()[:4], path_BP.stride(0), B,
-            P=P, D=D, ROWS=triton.next_power_of_2(P), WIDTH=triton.next_power_of_2(D), WRAP=wrap or 0,
-            num_warps=1, **chained,
+            P=P, D=D, ROWS=triton.next_power_of_2(P), WIDTH=triton.next_power_of_2(D),
+            PER_HEAD=first_B.dim() == 3, WRAP=wrap or 0, num_warps=1, **chained,
         )  # fmt: skip
 
 

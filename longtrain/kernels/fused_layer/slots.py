@@ -65,6 +65,8 @@ class Slots:
         k_BGSD: buffer of keys, last dim contiguous.
         v_BGSD: buffer of values, likewise.
         slot_B: first position of each sequence, int64, on the device; the caller checks that all tokens fit.
+            Where heads have different numbers of entries: of each sequence and KV head, [B, G], in one buffer
+            [S, D] of all heads, which `k_BGSD` and `v_BGSD` are expanded from; then all tokens are stored.
         at: offset added to it.
         wrap: size of a ring buffer: positions are taken modulo this; None: no ring.
         fixed: number of positions before the ring that are never overwritten (sinks); the ring starts after
@@ -80,9 +82,14 @@ class Slots:
     count_B: Tensor | None = None
     fixed: int = 0
 
+    @property
+    def per_head(self) -> bool:
+        """True if each KV head has positions of its own."""
+        return self.slot_B.dim() == 2
+
     def rows(self, count: int) -> Tensor:
-        """slot_BT, buffer positions of `count` tokens."""
-        slot_BT = self.slot_B[:, None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
+        """slot_BT, buffer positions of `count` tokens, or slot_BGT (`per_head`)."""
+        slot_BT = self.slot_B[..., None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
         if self.wrap is None:
             return slot_BT
         if not self.fixed:

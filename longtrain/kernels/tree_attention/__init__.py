@@ -78,6 +78,7 @@ def tree_attention(
     window: int = 0,
     depth_BT: Tensor | None = None,
     dropped_B: Tensor | None = None,
+    first_BG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T new tokens over positions [0, base + len_B[b]) and their own T entries after them.
 
@@ -101,6 +102,10 @@ def tree_attention(
         dropped_B: int64 like `len_B`, first positions of each sequence that are not stored, so that slot s
             has position dropped_B[b] + s; a multiple of `costs.model.TILE`, and before every token's window.
             The result has the bits of one over all positions. None: none; only with a window.
+        first_BG: int64, where heads have different numbers of entries: keys and values are one buffer [S, D]
+            of all heads, expanded to [B, G, S, D], position 0 of each sequence and KV head is at this row of
+            it, and `len_B` is a length for each of them too, [B, G]. None: each has its own buffer. Not with
+            a window.
 
     Returns:
         out_BHTD in q's dtype and the natural-log lse_BHT in fp32 (fp64 for fp64); 0 and -inf for a token that
@@ -112,13 +117,15 @@ def tree_attention(
     Source: LongSpec §3.3 (hybrid tree attention), as one split-KV kernel and a merge.
     """
     nodes = q_BHTD.shape[2] if nodes is None else nodes
-    _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base, nodes)
+    _check(q_BHTD, k_BGSD, v_BGSD, len_B, first_BG, mask, base, nodes)
     _check_window(mask, window, depth_BT, (len(q_BHTD), q_BHTD.shape[2]), nodes)
     if dropped_B is not None and (not window or dropped_B.shape != len_B.shape):
         found = f"dropped_B {tuple(dropped_B.shape)} with window={window}"
         raise refusal(DataError, found, f"{tuple(len_B.shape)}, and a window")
     if splits is not None and splits < 1:
         raise refusal(DataError, f"splits={splits}", "1 or more")
+    if first_BG is not None and window:
+        raise refusal(DataError, f"window={window} with first_BG", "window=0, since positions are unknown")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
         return reference.tree_attention(
             q_BHTD,
@@ -131,6 +138,7 @@ def tree_attention(
             nodes=nodes,
             window=window,
             depth_BT=depth_BT,
+            first_BG=first_BG,
         )
     from longtrain.kernels.tree_attention import launch
 
@@ -147,6 +155,7 @@ def tree_attention(
         window=window,
         depth_BT=depth_BT,
         dropped_B=dropped_B,
+        first_BG=first_BG,
     )
 
 
@@ -160,6 +169,7 @@ def _check(
     k_BGSD: Tensor,
     v_BGSD: Tensor,
     len_B: Tensor,
+    first_BG: Tensor | None,
     mask: Tensor | Causal | None,
     base: int,
     nodes: int,
@@ -179,8 +189,11 @@ def _check(
             f"{k_BGSD.dtype}",
             "the keys' shape and dtype",
         )
-    if len_B.shape != (B,) or len_B.dtype not in (torch.int32, torch.int64):
-        raise refusal(DataError, f"len_B {tuple(len_B.shape)} of {len_B.dtype}", f"{(B,)}, int32 or int64")
+    counts = (B,) if first_BG is None else (B, G)
+    if len_B.shape != counts or len_B.dtype not in (torch.int32, torch.int64):
+        raise refusal(DataError, f"len_B {tuple(len_B.shape)} of {len_B.dtype}", f"{counts}, int32 or int64")
+    if first_BG is not None and (first_BG.shape, first_BG.stride()) != (counts, len_B.stride()):
+        raise refusal(DataError, f"first_BG {tuple(first_BG.shape)}", f"{counts} with the lengths' strides")
     tail = 0 if mask is None else nodes
     if base < 0 or base + tail > S:
         raise refusal(

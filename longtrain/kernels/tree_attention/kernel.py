@@ -4,7 +4,7 @@ A tile of ROWS packed rows m = i * GROUP + r has query i under query head r of o
 are read once for a group. Keys are divided into tiles of KEYS positions; tiles entirely inside the prefix
 need no mask, and the others (the end of the prefix and the new tokens, called ragged here) are masked by
 position. Tile t of the keys belongs to split t % splits, so that additional keys do not change the sums of
-earlier tiles; entries that a window has passed may be dropped in whole tiles (`_stored`), and the others keep
+earlier tiles; entries that a window has passed may be dropped in whole tiles (`_first`), and the others keep
 their tiles and splits. Partial results are at index ((b * G + kv) * tiles + tile) * splits + split.
 
 ALONE: a node's result is bit for bit the one of plain decoding, where the tokens that it sees are the last
@@ -42,11 +42,14 @@ def _prefetch(at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _stored(at, dropped_ptr, b, stride, DROPPED: tl.constexpr):
-    """Where position 0 of a sequence would be, if the first stored one is at `at`."""
+def _first(first_ptr, b, x, DROPPED: tl.constexpr, PER_HEAD: tl.constexpr):
+    """Slot of position 0 of sequence b and its KV head x = b * G + kv; below 0 if positions were dropped."""
+    first = 0
     if DROPPED:
-        at -= tl.load(dropped_ptr + b).to(tl.int64) * stride
-    return at
+        first = -tl.load(first_ptr + b).to(tl.int64)
+    if PER_HEAD:
+        first = tl.load(first_ptr + x).to(tl.int64)
+    return first
 
 
 @triton.jit
@@ -142,13 +145,13 @@ def _gathered(
 
 @triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, dropped_ptr, bits_ptr, depth_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, first_ptr, bits_ptr, depth_ptr, out_ptr, lse_ptr,
     state_ptr, scale2, splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     depth_b,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, ALONE: tl.constexpr,
-    WINDOW: tl.constexpr, DROPPED: tl.constexpr,
+    WINDOW: tl.constexpr, DROPPED: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
@@ -161,12 +164,16 @@ def attend_kernel(
         leave maximum, weights (in `state_ptr`) and weighted values to `finish_kernel`.
     WINDOW: keys that a token sees, or 0. Tiles before the first token's window are skipped, others masked;
         each keeps its split, so that the sums are those of plain decoding.
-    DROPPED: the first `dropped_ptr` positions of each sequence are not stored; only with a window.
+    DROPPED: the first `first_ptr` positions of each sequence are not stored; only with a window.
+    PER_HEAD: each sequence and KV head has a length of its own, and begins at its slot `first_ptr` of a
+        buffer that all share, for which `k_tiles` and `v_tiles` have one sequence and head.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
     kv, b = pid // tiles % G, pid // (tiles * G)
-    n = tl.load(len_ptr + b).to(tl.int32) + base
+    x = pid // tiles
+    n = tl.load(len_ptr + (x if PER_HEAD else b)).to(tl.int32) + base
+    first = _first(first_ptr, b, x, DROPPED, PER_HEAD)
     end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     masked = tl.maximum(n - WINDOW + 1, 0) // KEYS if WINDOW else whole  # the first tile that needs a mask
@@ -177,7 +184,7 @@ def attend_kernel(
                 k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
                 v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
                 for i in tl.static_range(AHEAD):
-                    slot = ((split + i * splits) * KEYS).to(tl.int64)
+                    slot = (first + (split + i * splits) * KEYS).to(tl.int64)
                     _prefetch(k_at + slot * k_s, KEYS * WIDTH)
                     _prefetch(v_at + slot * v_s, KEYS * WIDTH)
         gdc_wait()
@@ -189,8 +196,8 @@ def attend_kernel(
 
     dim, key = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     wide = (dim < D)[None, :]
-    k_ptr = _stored(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g, dropped_ptr, b, k_s, DROPPED)
-    v_ptr = _stored(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g, dropped_ptr, b, v_s, DROPPED)
+    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g + first * k_s
+    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g + first * v_s
     head = kv * GROUP + member
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
@@ -200,10 +207,14 @@ def attend_kernel(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
     if not WINDOW:
+        page, part = b, kv
+        if PER_HEAD:
+            page, part = b * 0, kv * 0
         for tile in tl.range(split, whole, splits, num_stages=STAGES):
             if BULK:
-                k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
-                v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
+                row = (first + tile * KEYS).to(tl.int32)
+                k = tl.reshape(k_tiles.load([page, part, row, 0]), (KEYS, WIDTH))
+                v = tl.reshape(v_tiles.load([page, part, row, 0]), (KEYS, WIDTH))
             else:
                 slot = (tile * KEYS + key).to(tl.int64)
                 k_at, v_at = (
@@ -252,11 +263,11 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["splits", "T", "base"])
 def finish_kernel(
-    q_ptr, k_ptr, v_ptr, len_ptr, dropped_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
+    q_ptr, k_ptr, v_ptr, len_ptr, first_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr, WINDOW: tl.constexpr,
-    DROPPED: tl.constexpr,
+    DROPPED: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Process the ragged tile that an ALONE split has left out, for one node.
 
@@ -266,8 +277,8 @@ def finish_kernel(
     if CHAINED:
         gdc_launch_dependents()
     late, turn = tl.program_id(0) % 2, tl.program_id(0) // 2
-    node, kv, b = turn % T, turn // T % G, turn // (T * G)
-    n = tl.load(len_ptr + b).to(tl.int32) + base
+    node, kv, x, b = turn % T, turn // T % G, turn // T, turn // (T * G)
+    n = tl.load(len_ptr + (x if PER_HEAD else b)).to(tl.int32) + base
     whole, count = n // KEYS, tl.cdiv(n + T, KEYS)
     if (whole + late >= count) | (late >= splits):
         return
@@ -278,14 +289,15 @@ def finish_kernel(
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + node.to(tl.int64) * q_t
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0)
     q = q.to(k_ptr.dtype.element_ty)
-    k_ptr = _stored(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g, dropped_ptr, b, k_s, DROPPED)
-    v_ptr = _stored(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g, dropped_ptr, b, v_s, DROPPED)
+    first = _first(first_ptr, b, x, DROPPED, PER_HEAD)
+    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g + first * k_s
+    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g + first * v_s
     k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS, WINDOW)
     if CHAINED:
         gdc_wait()
 
     m = node * GROUP + row
-    pid = (b * G + kv) * tl.cdiv(T * GROUP, ROWS) + m // ROWS
+    pid = x * tl.cdiv(T * GROUP, ROWS) + m // ROWS
     state_at = (pid * 2 + late).to(tl.int64) * ROWS + m % ROWS
     weights = tl.load(state_ptr + state_at[:, None] * KEYS + key[None, :], mask=exists[:, None], other=0.0)
     out_at = (pid * splits + (whole + late) % splits).to(tl.int64) * ROWS + m % ROWS

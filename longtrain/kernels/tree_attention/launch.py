@@ -99,6 +99,7 @@ def tree_attention(
     window: int = 0,
     depth_BT: Tensor | None = None,
     dropped_B: Tensor | None = None,
+    first_BG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: chosen by the number of packed rows."""
     B, H, T, D = q_BHTD.shape
@@ -117,21 +118,22 @@ def tree_attention(
     q_BHTD = dense_rows(q_BHTD)
     bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
     depth = len_B if depth_BT is None else dense_rows(depth_BT)
-    dropped = len_B if dropped_B is None else dropped_B
+    first = next(x for x in (first_BG, dropped_B, len_B) if x is not None)
     programs = B * G * tiles
     part_lse, part_out, state = partial_results(
         q_BHTD, programs * splits * tile.rows, width, programs * 2 * tile.rows * tile.keys if alone else 0
     )
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
-    const |= {"WINDOW": window, "DROPPED": dropped_B is not None}
+    const |= {"WINDOW": window, "DROPPED": dropped_B is not None, "PER_HEAD": first_BG is not None}
     copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
     bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
     side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
     chained = chaining(q_BHTD.device)
-    k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
+    buffers = (k_BGSD, v_BGSD) if first_BG is None else (k_BGSD[0, 0][None, None], v_BGSD[0, 0][None, None])
+    k_tiles, v_tiles = (_descriptor(x, tile) for x in buffers) if bulk else buffers
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
-            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, dropped, bits, depth, part_out, part_lse, state,
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, first, bits, depth, part_out, part_lse, state,
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides, depth.stride(0),
@@ -141,7 +143,7 @@ def tree_attention(
         )  # fmt: skip
         if alone:
             kernels.finish_kernel[(B * G * T * 2,)](
-                q_BHTD, k_BGSD, v_BGSD, len_B, dropped, bits, part_out, part_lse, state, scale * LOG2E,
+                q_BHTD, k_BGSD, v_BGSD, len_B, first, bits, part_out, part_lse, state, scale * LOG2E,
                 splits, T, base,
                 *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
                 **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)),

@@ -6,6 +6,7 @@ Shapes: as there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ def tree_attention(
     nodes: int | None = None,
     window: int = 0,
     depth_BT: Tensor | None = None,
+    first_BG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`. Positions that no token sees may be undefined, even NaN.
 
@@ -40,6 +42,15 @@ def tree_attention(
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     if k_BGSD.device.type == "cpu":
         S = min(S, base + int(len_B.max()) + (nodes or T))
+    if first_BG is not None:  # each KV head becomes a sequence of one head, with its part of the buffer
+        row_XS = first_BG.reshape(-1, 1) + torch.arange(S, device=len_B.device)
+        row_XS = row_XS.clamp(max=k_BGSD.shape[2] - 1)
+        k_X1SD, v_X1SD = (x_BGSD[0, 0][row_XS][:, None] for x_BGSD in (k_BGSD, v_BGSD))
+        mask = mask.repeat_interleave(k_BGSD.shape[1], 0) if isinstance(mask, Tensor) else mask
+        q_XhTD = q_BHTD.reshape(len(row_XS), -1, T, q_BHTD.shape[3])
+        how: dict[str, Any] = {"scale": scale, "base": base, "nodes": nodes}
+        out, lse = tree_attention(q_XhTD, k_X1SD, v_X1SD, len_B.flatten(), mask, **how)
+        return out.view_as(q_BHTD), lse.view(q_BHTD.shape[:3])
     visible_BTS = visible_slots(len_B, mask, rows=T, slots=S, base=base, nodes=nodes)
     if window:
         visible_BTS = visible_BTS & within_window(len_B + base, depth_BT, window, rows=T, slots=S)

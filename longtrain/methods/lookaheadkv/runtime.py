@@ -40,7 +40,7 @@ class LookaheadEvictor(Budgeted):
         config: hyperparameters.
         budget: entries kept of each layer and KV head; on average if budgets are adaptive.
         adaptive: how the budget is shared.
-        kernel: width of the max-pool over scores; None: the config's.
+        kernel: width of the max-pool over scores, also for policies that wrap this one (Ada-KV).
 
     Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
     Note: adaptive budgets are not the paper's; scores of each head are then normalised to sum to 1 over the
@@ -59,13 +59,11 @@ class LookaheadEvictor(Budgeted):
         config: Config,
         budget: Budget,
         *,
-        adaptive: Adaptive = False,
-        kernel: int | None = None,
+        adaptive: Adaptive,
+        kernel: int,
     ) -> None:
         self.module, self.target, self.config = module, target, config
-        self.budget, self.adaptive = budget, adaptive
-        self.kernel = config.pool_kernel if kernel is None else kernel
-        """Width of the max-pool, also for policies that wrap this one (Ada-KV)."""
+        self.budget, self.adaptive, self.kernel = budget, adaptive, kernel
         self.head_reduction: Literal["mean", "max"] = "max" if config.reduction == "max" else "mean"
         with torch.no_grad():
             self.adapters = module.adapters(target.dtype)

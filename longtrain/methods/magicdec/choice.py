@@ -18,6 +18,7 @@ from longtrain.kernels.importance import importance, suffix_lse
 if TYPE_CHECKING:
     from longtrain.methods.magicdec.config import Config
     from longtrain.methods.magicdec.sparse_cache import Layout
+    from longtrain.targets.model import Target
 
 
 class Choice(Protocol):
@@ -52,12 +53,13 @@ class ScoredEntries:
     Args:
         layout: the layout of the prompts.
         config: window and kernel.
+        target: the target, for the scale and the sinks of its attention.
 
     Source: SnapKV (arXiv 2404.14469), Algorithm 1, as in `evict=snapkv`.
     """
 
-    def __init__(self, layout: Layout, config: Config) -> None:
-        self.layout, self.config = layout, config
+    def __init__(self, layout: Layout, config: Config, target: Target) -> None:
+        self.layout, self.config, self.target = layout, config, target
 
     def __call__(self, layer: int, q_BHSD: Tensor, k_BGSD: Tensor) -> Tensor:
         """Return the highest-scored positions of each head (see `Choice`)."""
@@ -71,10 +73,11 @@ class ScoredEntries:
         last = LastQueries(self.layout.lengths, self.config.window)
         last(layer, q_BHSD, k_BGSD, k_BGSD)
         spans = last.spans()
-        B, G, S, D = k_BGSD.shape
+        B, G, S, _ = k_BGSD.shape
         if not spans:
             return torch.zeros(B, G, S, device=k_BGSD.device)
         q_NHD, own_k_NGD = last.layer(layer)
-        k_BSGD = k_BGSD.transpose(1, 2)
-        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BSGD, spans, scale=D**-0.5)
-        return reduce_heads(importance(q_NHD, lse_NH, k_BSGD, spans, scale=D**-0.5), G)
+        k_BSGD, scale = k_BGSD.transpose(1, 2), self.target.scaling(layer)
+        sinks_H = self.target.sinks(layer)
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BSGD, spans, scale=scale, sinks_H=sinks_H)
+        return reduce_heads(importance(q_NHD, lse_NH, k_BSGD, spans, scale=scale), G)

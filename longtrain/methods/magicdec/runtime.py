@@ -70,7 +70,7 @@ class MagicDecRuntime:
         choice = (
             SinkEntries(layout)
             if self.config.policy == "streaming_llm"
-            else ScoredEntries(layout, self.config)
+            else ScoredEntries(layout, self.config, target)
         )
         self._reader = _Reader(self.rows, layout, choice)
         return self._reader

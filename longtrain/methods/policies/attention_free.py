@@ -34,6 +34,7 @@ class StreamingLLM(BasePolicy):
 
     sinks: CountOrZero = 4
     name: ClassVar[str] = "streaming_llm"
+    any_scale: ClassVar[bool] = True
 
     @property
     def least_budget(self) -> int:
@@ -60,6 +61,7 @@ class Random(Policy):
     """
 
     name: ClassVar[str] = "random"
+    any_scale: ClassVar[bool] = True
     wrappable: ClassVar[bool] = True
     kernel: Kernel = 1
     seed: int = 0

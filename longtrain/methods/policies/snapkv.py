@@ -30,6 +30,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    any_scale: ClassVar[bool] = True
     wrappable: ClassVar[bool] = True
     least_window: ClassVar[int] = 1
 
@@ -61,6 +62,7 @@ class TOVA(Policy):
     """
 
     name: ClassVar[str] = "tova"
+    any_scale: ClassVar[bool] = True
     wrappable: ClassVar[bool] = True
     window: Annotated[int, within(1, 1), Words("1 (TOVA looks from the last token)")] = 1
     kernel: Kernel = 1

@@ -100,7 +100,7 @@ class OracleRule(LayerRule):
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
         """Return the attention summed over a KV head's query heads."""
-        return attention(q_BHD, k_BGSD, len_B)
+        return attention(self.target, layer, q_BHD, k_BGSD, len_B)
 
 
 class PreviousRule(LayerRule):
@@ -124,7 +124,7 @@ class PreviousRule(LayerRule):
         """Return the attention of the query that was committed last."""
         if layer not in self._last:
             return slots_of(k_BGSD)
-        return attention(self._last[layer], k_BGSD, len_B)
+        return attention(self.target, layer, self._last[layer], k_BGSD, len_B)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Keep the queries of the last accepted node."""
@@ -157,7 +157,7 @@ class ReusedRule(PreviousRule):
         chosen = self.config.layer
         if layer == chosen:
             self._now[chosen] = q_BHTD
-            self._scores_BGS = attention(q_BHTD[:, :, 0], k_BGSD, len_B)
+            self._scores_BGS = attention(self.target, layer, q_BHTD[:, :, 0], k_BGSD, len_B)
         elif layer == 0:
             self._scores_BGS = self.scores(chosen, q_BHTD[:, :, 0], self.cache.keys(chosen), len_B)
         assert self._scores_BGS is not None
@@ -169,10 +169,11 @@ def slots_of(k_BGSD: Tensor) -> Tensor:
     return torch.arange(k_BGSD.shape[2], device=k_BGSD.device).float().expand(k_BGSD.shape[:3])
 
 
-def attention(q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-    """Return committed entries' attention weights, summed over a KV head's query heads, [B, G, S]."""
+def attention(target: Target, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
+    """Return a layer's attention weights of committed entries, summed over a KV head's heads, [B, G, S]."""
     visible_BS = torch.arange(k_BGSD.shape[2], device=len_B.device) < len_B[:, None]
-    weights_BHS = head_weights(q_BHD, k_BGSD, visible_BS, scale=q_BHD.shape[-1] ** -0.5)
+    scale, sinks_H = target.scaling(layer), target.sinks(layer)
+    weights_BHS = head_weights(q_BHD, k_BGSD, visible_BS, scale=scale, sinks_H=sinks_H)
     return weights_BHS.unflatten(1, (k_BGSD.shape[1], -1)).sum(2)
 
 

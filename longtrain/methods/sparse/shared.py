@@ -54,7 +54,7 @@ class SharedOracle(Selector):
 
         def look(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
             keys_BGSD = cache.keys(layer)[:, :, : scores_BXS.shape[-1]]
-            found_BGS = attention(q_BHTD[:, :, 0], keys_BGSD, cache.len_B)
+            found_BGS = attention(self.target, layer, q_BHTD[:, :, 0], keys_BGSD, cache.len_B)
             scores_BXS.index_add_(1, table_LG[layer].to(root_B.device), found_BGS)
 
         rows = TokenBatch(cache.len_B[:, None], root_B[:, None])

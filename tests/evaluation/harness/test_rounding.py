@@ -178,7 +178,7 @@ def _stale_entry(patch):
         before_B = self.len_B
         real(self, path_BP, n_B)
         for row, (first, count) in enumerate(zip(before_B.tolist(), n_B.tolist(), strict=True)):
-            at = self.base + first + count - 1
+            at = first + count - 1
             for buffer in (self.k_LBGSD, self.v_LBGSD) if count > 1 else ():
                 buffer[:, row, :, at] = buffer[:, row, :, at - 1]
 

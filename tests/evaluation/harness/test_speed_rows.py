@@ -74,6 +74,21 @@ def test_each_batch_is_timed_and_a_task_with_fewer_prompts_has_some_of_them_agai
     assert told[-1][0].endswith("copy x 5")
 
 
+def test_what_a_system_learns_is_kept_from_batch_to_batch(session, target, monkeypatch):
+    """`decode=auto` is timed as in an engine that has decoded before, though each batch has a new one."""
+    learned: dict[bool, set[int]] = {False: set(), True: set()}
+
+    class Heard(Engine):
+        def generate(self, prompts, **settings):
+            learned[self.parts.evictor is not None].add(id(self.costs))
+            return super().generate(prompts, **settings)
+
+    monkeypatch.setattr(speed, "Engine", Heard)
+    made = session(asked=suite(task(examples=3)))
+    SpeedTest(target, made.systems, made.suite, made.sampling, prompts=3, batches=[1, 2]).rows()
+    assert [len(learned[evicts]) for evicts in (False, True)] == [1, 1] and learned[False] != learned[True]
+
+
 def test_answers_of_a_stated_length_go_on_past_the_end(session, target):
     made = session(asked=suite(task(examples=2, new=NEW, stop_strings=("a", "b"))), entries=())
     test = SpeedTest(target, [FULL_CACHE], made.suite, made.sampling, prompts=2, tokens=9)

@@ -277,11 +277,11 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
     target = random_target(family, seed=1, dtype=torch.float64)
     parts = SPEC.attach(make_draft(target, CONFIGS[name]), target, CONFIGS[name], {})
     prompts = texts_of(1, 5, 33, seed=2)
-    plain = Engine(target).generate(prompts, max_new_tokens=20, ignore_eos=True)
+    plain = Engine(target).generate(prompts, max_new_tokens=16, ignore_eos=True)
     engine = Engine(target, parts)
     shapes = (TreeShape((1, 1, 1, 1)), TreeShape((4, 6, 6)), AUTO, TreeShape((4, 4, 4, 4), keep=12))
     for shape, order in zip(shapes, (1, -1, 1, 1), strict=True):
-        drafted = engine.generate(prompts[::order], max_new_tokens=20, ignore_eos=True, shape=shape)
+        drafted = engine.generate(prompts[::order], max_new_tokens=16, ignore_eos=True, shape=shape)
         assert drafted.tokens == plain.tokens[::order]
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)  # a deterministic draft repeats the plain draws
     outputs = Engine(target).generate(prompts, max_new_tokens=16, sampling=sampling, ignore_eos=True)

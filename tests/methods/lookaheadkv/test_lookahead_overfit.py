@@ -18,9 +18,9 @@ def test_eight_samples_are_learned(three_layers):
     objective = spec.objective(module, target, config)
     ids, bounds, mask = [], [0], []
     for _ in range(8):
-        ids.append(torch.randint(2, 97, (200,)))
-        mask.append(torch.arange(200) >= 190)
-        bounds.append(bounds[-1] + 200)
+        ids.append(torch.randint(2, 97, (140,)))
+        mask.append(torch.arange(140) >= 130)
+        bounds.append(bounds[-1] + 140)
     batch = Batch(
         torch.cat(ids), tuple(bounds), torch.cat(mask), seed=0, tokens_in_step=80, documents_in_step=8
     )

@@ -166,7 +166,7 @@ def test_the_text_is_the_targets_own(target, policy, sampling):
     """Drafts chosen by argmax: the target's coins decide every token, whatever was drafted."""
     texts = prompts(1, 15, 17, 64, 300)
     engine = Engine(target, parts_of(target, policy=policy, **SMALL))
-    options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
+    options = {"max_new_tokens": 16, "sampling": sampling, "ignore_eos": True}
     plain = engine.generate(texts, shape=PLAIN, **options)
     drafted = engine.generate(texts, shape=CHAIN, **options)
     assert drafted.tokens == plain.tokens and plain.stats.draft_bytes == 0

@@ -10,9 +10,10 @@ from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, TreeShape
 from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.tree import chain
 from longtrain.errors import ConfigError
 from longtrain.kernels.tree_attention import MAX_NODES
-from longtrain.methods.prompt_lookup.joined import NODES, JoinedDraft, with_lookup
+from longtrain.methods.prompt_lookup.joined import NODES, JoinedDraft, with_copy, with_lookup
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
 from longtrain.targets.loading import random_target
 from tests.decoding.tape import both, tapes  # noqa: F401 (a fixture)
@@ -26,9 +27,9 @@ DRAFTS = {
     "magicdec": {"least_tokens": 16, "window": 6, "recent_tokens": 10},
     "quantspec": {},
 }
-CASES = [(name, CHAIN) for name in DRAFTS] + [
-    (name, shape) for name in ("longspec", "eagle3", "dspark") for shape in (TREE, BEST)
-]
+SAMPLED = Sampling(0.9, top_p=0.95, seed=3)
+CASES = [*((name, CHAIN) for name in DRAFTS), ("longspec", TREE), ("eagle3", BEST), ("dspark", TREE)]
+CASES += [("dspark", BEST)]
 """Drafts and shapes; the last two drafts propose chains alone."""
 
 
@@ -60,7 +61,7 @@ def test_greedy_text_is_plain_decodings(target, prompts, name, shape):
         assert sum(cycle.copied for row in out.stats.rows for cycle in row) > 0
         alone = [len(row) for row in drafted.stats.rows[:batch]]  # cycles without look-up
         assert sum(map(len, out.stats.rows)) < sum(alone) and 0 < out.stats.copied_share <= 1
-    for most in (1, 2, 3, 7):
+    for most in (1, 2, 7):
         few = engine.generate(prompts, max_new_tokens=most, shape=shape, **options)
         assert few.tokens == [row[:most] for row in plain.tokens]
 
@@ -68,7 +69,7 @@ def test_greedy_text_is_plain_decodings(target, prompts, name, shape):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_what_follows_a_prompt_and_shapes_that_change(target, prompts, name):
     parts = attached(name, target, **DRAFTS[name])
-    options = {"ignore_eos": True, "after": [[5, 6, 7] * 4, [8], [9, 9]], "max_new_tokens": 36}
+    options = {"ignore_eos": True, "after": [[5, 6, 7] * 4, [8], [9, 9]], "max_new_tokens": 24}
     plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
     engine = Engine(target, with_lookup(parts, "auto"))
     for shape in (CHAIN, AUTO, AUTO):
@@ -78,7 +79,7 @@ def test_what_follows_a_prompt_and_shapes_that_change(target, prompts, name):
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name != "quantspec"])  # asks the host on a CPU
 @pytest.mark.parametrize(
     ("sampling", "children"),
-    [(Sampling(), ChildChoice.POINT), (Sampling(0.9, top_p=0.95, seed=3), ChildChoice.IID)],
+    [(Sampling(), ChildChoice.POINT), (SAMPLED, ChildChoice.IID)],
     ids=["greedy", "sampled"],
 )
 def test_a_cycle_is_one_graph(target, prompts, name, sampling, children, tapes):  # noqa: F811
@@ -88,9 +89,16 @@ def test_a_cycle_is_one_graph(target, prompts, name, sampling, children, tapes):
     assert len(tapes) == 1
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.95, seed=3)], ids=str)
-@pytest.mark.parametrize("shape", [TREE, BEST], ids=str)
-@pytest.mark.parametrize("name", ["longspec", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "shape", "sampling"),
+    [
+        ("longspec", TREE, SAMPLED),
+        ("longspec", BEST, Sampling()),
+        ("eagle3", TREE, Sampling()),
+        ("eagle3", BEST, SAMPLED),
+    ],
+    ids=str,
+)
 def test_a_cycle_that_chooses_nodes_is_one_graph(target, prompts, name, shape, sampling, tapes):  # noqa: F811
     """The target's own tokens are drawn at each position, so a sampled text too is plain decoding's."""
     parts = with_lookup(attached(name, target, **DRAFTS[name]), "auto")
@@ -103,15 +111,22 @@ def test_a_cycle_that_chooses_nodes_is_one_graph(target, prompts, name, shape, s
     )  # sampled text of random weights repeats little
 
 
-@pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
-def test_sampled_text_follows_the_targets_law(children):
+def test_sampled_text_follows_the_targets_law():
     wide = random_target(ONE_LAYER, seed=3)
     parts = with_lookup(attached("longspec", wide, window=64), "auto")
     engine = Engine(wide, parts, limits=Limits(batch=400))
     sampling = Sampling(temperature=1.5, top_k=3, seed=1)
-    shape = TreeShape((1, 1), children)
-    chi2, stats = chi_square(engine, [5, 6, 7, 8, 9, 10] * 6, shape, sampling, tokens=5, runs=400)
+    shape = TreeShape((1, 1), ChildChoice.IID)
+    chi2, stats = chi_square(engine, [5, 6, 7, 8, 9, 10] * 3, shape, sampling, tokens=5, runs=400)
     assert chi2 < 51.2 and stats.copied_share > 0.1  # 99.9% at 24 degrees of freedom
+
+
+def test_a_copy_hangs_below_the_last_node_that_it_shares_with_a_chain():
+    own, copy_BK = chain(torch.tensor([[9, 1, 2, 3]])), torch.tensor([[1, 2, 7, 8, 6]])
+    joint = with_copy(own, copy_BK, TreeShape((1,) * 3, copied=2))
+    assert joint.tokens_BN.tolist() == [[9, 1, 2, 3, 7, 8]]
+    assert joint.parents_BN.tolist() == [[-1, 0, 1, 2, 2, 4]]
+    assert joint.depth_N.tolist() == [[0, 1, 2, 3, 3, 4]]
 
 
 def test_sizes_of_joined_trees(target):

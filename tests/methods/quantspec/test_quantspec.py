@@ -45,12 +45,12 @@ def both(engine, texts, shape, **options):
     return plain, engine.generate(texts, shape=shape, ignore_eos=True, **options)
 
 
-def test_512_greedy_tokens_are_those_of_plain_decoding_on_this_cache(target):
+def test_300_greedy_tokens_are_those_of_plain_decoding_on_this_cache(target):
     plain, drafted = both(
-        Engine(target, parts_of(target)), prompts(250), TreeShape((1,) * 4), max_new_tokens=512
+        Engine(target, parts_of(target)), prompts(250), TreeShape((1,) * 4), max_new_tokens=300
     )
     assert drafted.tokens == plain.tokens and drafted.stats.tau > 1.3
-    assert len(plain.tokens[0]) == 512
+    assert len(plain.tokens[0]) == 300
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_batches_sampled_and_greedy_are_exact(target, keys):
     engine = Engine(target, parts_of(target, **keys))
     for temperature, texts in ((0.0, prompts(120, 255, 380)), (1.0, prompts(250))):
         sampling = Sampling(temperature=temperature, seed=5)
-        plain, drafted = both(engine, texts, TreeShape((1,) * 7), max_new_tokens=24, sampling=sampling)
+        plain, drafted = both(engine, texts, TreeShape((1,) * 7), max_new_tokens=16, sampling=sampling)
         assert drafted.tokens == plain.tokens
 
 
@@ -105,12 +105,11 @@ def test_a_cache_that_is_outgrown_gives_its_memory_back(target, capture):
     assert engine.generate(prompts(200), **how).tokens == before
 
 
-@pytest.mark.parametrize("children", [ChildChoice.IID, ChildChoice.POINT])
-def test_sampled_text_follows_the_law_of_plain_decoding(children):
+def test_sampled_text_follows_the_law_of_plain_decoding():
     target = random_target({**MICRO, "vocab_size": 7}, seed=3)
     engine = Engine(target, parts_of(target), limits=Limits(batch=500))
     prompt = [token % 7 for token in prompts(254)[0]]
-    shape, sampling = TreeShape((1, 1), children), Sampling(temperature=1.3, seed=1)
+    shape, sampling = TreeShape((1, 1), ChildChoice.IID), Sampling(temperature=1.3, seed=1)
     chi2, _ = chi_square(engine, prompt, shape, sampling, tokens=4, runs=500)
     assert chi2 < 42.3  # 99.9% at 18 degrees of freedom
 
