@@ -159,7 +159,7 @@ class DenseCache(KVCache):
         """See `KVCache`."""
         self._check_window(layer, mask, window)
         T = q_BHTD.shape[2]
-        if T >= _MANY and self._each_serves(mask, T):
+        if T >= _MANY and self._each_serves(mask, T):  # for fewer one pass under a mask gives both
             before = window - 1 if window else None
             out, lse = self._attend_each(layer, q_BHTD, scale, window=before, with_lse=True)
         else:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -186,14 +186,15 @@ class Engine:
         kind = (len(prompts), buffers is not None, sampling.greedy, cut)
         hopeless = cannot_gain(draft, len(prompts), before + max_new_tokens, chooses=len(shapes) > 1)
         growth = partial(pass_growth, Sizes.of(target.info), len(prompts))
-        how: dict[str, Any] = {"restarts": bool(getattr(draft, "begins_anew", False)), "growth": growth}
+        restarts = bool(getattr(draft, "begins_anew", False))
+        control = Control(shapes, self.costs, kind, restarts=restarts, growth=growth)
         if draft and len(shapes) > 1:
-            control = Control(shapes, self.costs, kind, **how)
-            how["paused"] = not control.starts(read_tokens, length=before, planned=max_new_tokens)
-            if hopeless or (how["paused"] and not control.restarts):  # it would have to start now
+            control.paused = not control.starts(read_tokens, length=before, planned=max_new_tokens)
+            if hopeless or (control.paused and not restarts):  # it would have to start now
                 draft = getattr(draft, "alone", None)
-                how |= {"paused": draft is None, "restarts": draft is not None}
                 shapes = tuple(one for one in shapes if not one.widths) if draft else shapes
+                left = {"restarts": draft is not None, "paused": draft is None}
+                control = Control(shapes, self.costs, kind, growth=growth, **left)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
@@ -221,7 +222,7 @@ class Engine:
                 reserve(max(one.n_expanded for one in shapes))  # or graphs of smaller shapes would not last
 
         watch: Stopwatch | None = None
-        if draft and not how.get("paused"):
+        if draft and not control.paused:
             watch = Stopwatch(target.device)
             start(read.tokens_BS, read.n_B, read.step)
             watch.stop()
@@ -253,7 +254,6 @@ class Engine:
             start(*pad(whole, target.device), TargetStep(None, {}))
 
         cycles = ShapeCycles(cycles_of, target.device)
-        control = Control(shapes, self.costs, kind, **how)
         if watch is not None and len(shapes) > 1 and draft is self.parts.draft:
             control.learn_start(watch.seconds(), read_tokens)
         late = int(buffers is not None)
