@@ -7,13 +7,15 @@ trainer. The script writes FOLDER/states in speculators' format (random token id
 starts both trainers by their own commands with the same draft (one layer of the target's shape, full
 attention, the same vocabulary and depths, KL, AdamW, bf16 autocast), and writes FOLDER/comparison.json. Each
 step reads one sequence. Time is taken between two optimiser steps after a synchronisation of the device, by
-a hook of torch, so both are measured alike. A trainer's first steps compile and are left out.
+a hook of torch, so both are measured alike. A trainer's first steps compile and are left out. All steps of
+speculators are of one epoch, since it validates after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import runpy
 import subprocess
 import sys
@@ -26,6 +28,9 @@ import torch
 
 from longtrain import provenance
 from longtrain.methods.feature_layers import feature_layers
+
+TRAIN_SHARE = 0.9
+"""Share of the sequences that speculators trains on; it refuses 1.0."""
 
 
 def main() -> None:
@@ -96,8 +101,9 @@ def write_states(args: argparse.Namespace) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
     model.to(device)
     layers = list(feature_layers(model.config.num_hidden_layers))
-    data, states = args.folder / "states", args.folder / "states/hidden_states"
+    data, states = args.folder / "states", args.folder / "hidden_states"
     states.mkdir(parents=True, exist_ok=True)
+    (data / "hidden_states").mkdir(parents=True, exist_ok=True)
     rows = []
     draw = torch.Generator().manual_seed(0)
     for i in range(args.samples):
@@ -112,7 +118,13 @@ def write_states(args: argparse.Namespace) -> list[int]:
         )
         row = {"input_ids": ids_T.tolist(), "loss_mask": [1] * args.tokens}
         rows.append({**row, "seq_len": args.tokens})
-    Dataset.from_list(rows).with_format("torch").save_to_disk(data)
+    # as many of the training share as there are steps; further ones are links to the same files
+    repeated = [i % args.samples for i in range(math.ceil(args.steps / TRAIN_SHARE) + 1)]
+    Dataset.from_list([rows[i] for i in repeated]).with_format("torch").save_to_disk(data)
+    for place, i in enumerate(repeated):
+        link = data / f"hidden_states/hs_{place}.safetensors"
+        link.unlink(missing_ok=True)
+        link.hardlink_to(states / f"hs_{i}.safetensors")
     kept = [json.dumps({key: row[key] for key in ("input_ids", "loss_mask")}) for row in rows]
     (args.folder / "tokens.jsonl").write_text("\n".join(kept) + "\n")
     counts = {token: model.config.vocab_size - token for token in range(model.config.vocab_size)}
@@ -144,8 +156,8 @@ def longtrain(args: argparse.Namespace, layers: list[int]) -> tuple[str, list[st
         "trainer.accumulate_grad_batches=1",
         "trainer.val_every=0",
     ]
-    fill = [*common, "features=fill", f"features.dump={args.folder}/states/hidden_states"]
-    fill += [f"features.dump_layers={layers}", "trainer.max_steps=1"]
+    fill = [*common, "features=fill", f"features.dump={args.folder}/hidden_states"]
+    fill += [f"features.dump_layers={layers}", "trainer.max_steps=1", "resume=never"]
     subprocess.run([sys.executable, "-m", "longtrain", *fill], check=True)
     words = [*common, "features=offline", f"trainer.max_steps={args.steps}", "resume=never"]
     return "longtrain", words
@@ -163,12 +175,12 @@ def speculators(args: argparse.Namespace, layers: list[int]) -> tuple[str, list[
         "draft-vocab-size": args.draft_vocab_size,
         "max-steps": args.steps,
         "log-freq": 10 * args.steps,  # its logged steps synchronise with the device
-        "train-data-ratio": 0.9,  # it refuses 1.0
+        "train-data-ratio": TRAIN_SHARE,
         "loss-fn": "kl_div",
         "loss-implementation": args.their_loss,
         "optimizer": "adamw",
-        "epochs": args.steps,
-        "checkpoint-freq": args.steps,
+        "epochs": 1,
+        "checkpoint-freq": 1,
         "lr": 1e-4,
         "on-missing": "raise",
         "mask-token-id": 0,

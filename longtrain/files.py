@@ -176,6 +176,14 @@ def read_json(path: Path) -> Any:
     return parse_json(read_bytes(path, most=LARGEST_TEXT))
 
 
+def read_json_if_whole(path: Path) -> Any:
+    """Parse a JSON file; None if it does not exist or is damaged (for example by a kill)."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
+
+
 def sealed(values: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file that includes a checksum of its own content."""
     content = json.loads(json.dumps(values, default=str))

@@ -1,4 +1,4 @@
-"""Building blocks of drafts: RMSNorm, rotary, grouped-query projections, SwiGLU; all take any leading dims.
+"""Building blocks of modules: RMSNorm, rotary, grouped-query projections, SwiGLU; all take any leading dims.
 
 Shapes: ... leading dims (tokens, or batch and tokens), E hidden dim, H query heads, G KV heads, D head dim.
 """
@@ -34,6 +34,19 @@ class RMSNorm(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class Startable(nn.Module):
+    """A module whose new weights may be given a start; `fresh` is False once weights were loaded into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh = True
+        self.register_load_state_dict_post_hook(_loaded)
+
+
+def _loaded(module: nn.Module, _incompatible: object) -> None:
+    module.fresh = False  # type: ignore[assignment]
 
 
 class GroupedQuery(nn.Module):

@@ -45,6 +45,11 @@ class Pace:
         while len(self._marks) > 2 and now - self._marks[1][0] >= WINDOW_S:
             self._marks.popleft()
 
+    def per_s(self) -> float:
+        """Return the items done a second over the last minute; 0 before two marks."""
+        (began, first), (now, done) = self._marks[0], self._marks[-1]
+        return (done - first) / (now - began) if now > began else 0.0
+
     def left_s(self, total: int) -> float:
         """Return the seconds left until `total` items are done; NaN if none has been done."""
         (began, first), (now, done) = self._marks[0], self._marks[-1]

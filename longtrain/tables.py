@@ -21,20 +21,16 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-def of_rows(
-    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, all_columns: bool = False
-) -> str:
+def of_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return a Markdown table of measurements.
 
     Args:
         rows: one mapping for each line.
-        columns: heading -> key; a dotted key looks into a nested mapping.
-        all_columns: True keeps columns without any value; else they are dropped.
+        columns: heading -> key; a dotted key looks into a nested mapping. Columns without any value are
+            dropped.
     """
     found = {head: [value_at(row, key) for row in rows] for head, key in columns.items()}
-    used = [
-        head for head, values in found.items() if all_columns or any(value is not None for value in values)
-    ]
+    used = [head for head, values in found.items() if any(value is not None for value in values)]
     return markdown(used, [[number(found[head][i]) for head in used] for i in range(len(rows))])
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longtrain import methods
@@ -197,3 +201,13 @@ def gradient_distance(got: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) 
         torch.cat([some[name].double().flatten() for name in sorted(outputs)]) for some in (got, outputs)
     )
     return float((one - other).norm() / other.norm())
+
+
+def without_layers(folder: Path, to: Path) -> Path:
+    """Copy a target's folder without the weight file of its layers, which the index of the copy names."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    places = {name: "layers.safetensors" if ".layers." in name else "ends.safetensors" for name in tensors}
+    save_file({name: tensors[name] for name in tensors if ".layers." not in name}, to / "ends.safetensors")
+    (to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return to

@@ -27,7 +27,7 @@ from longtrain import methods
 from longtrain.artifact.evidence import EVIDENCE, Evidence
 from longtrain.artifact.found import HUB, find, imported
 from longtrain.artifact.golden import KINDS, Golden, States
-from longtrain.artifact.golden.checks import ADVICE, Verification, refuse
+from longtrain.artifact.golden.checks import ADVICE, OTHER_STATES, Verification, refuse
 from longtrain.artifact.golden.kinds import PERIOD, SCRIPTED
 from longtrain.artifact.hub import check_push, upload
 from longtrain.artifact.stored import (
@@ -352,11 +352,12 @@ class Artifact:
             checks[:] = golden.measure(self._parts, target)
             refuse(checks)
         except ArtifactError as error:
+            reason = f"{error}{OTHER_STATES if self.provenance.get('states') == 'engine' else ''}"
             if not self.lenient:
-                raise ArtifactError(f"{error}; {ADVICE}") from error
-            if str(error) not in faults:
-                faults.append(str(error))
-                log.warning("unverified=%s reason=%s", self.folder or self.method, error)
+                raise ArtifactError(f"{reason}; {ADVICE}") from error
+            if reason not in faults:
+                faults.append(reason)
+                log.warning("unverified=%s reason=%s", self.folder or self.method, reason)
 
     def _copies(self) -> list[str]:
         """Return the files in the folder that are in other tools' formats."""

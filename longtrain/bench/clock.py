@@ -141,7 +141,6 @@ def cold(
     *,
     warmup: int,
     repeats: int,
-    writes: int = SCRATCH_WRITES,
 ) -> dict[str, float]:
     """Return the spread of the milliseconds of short work with cold caches.
 
@@ -150,7 +149,6 @@ def cold(
         device: the device it runs on.
         warmup: calls not counted.
         repeats: calls counted.
-        writes: scratch writes before each call, enough to keep the GPU busy while the host queues the call.
     """
     for i in range(warmup):
         work(i)
@@ -159,7 +157,7 @@ def cold(
     watches = []
     for i in range(repeats):
         wait(device)
-        for _ in range(writes if cuda else 0):
+        for _ in range(SCRATCH_WRITES if cuda else 0):
             scratch.zero_()
         watches.append(watched(partial(work, i), device))
     wait(device)

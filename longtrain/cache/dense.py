@@ -19,6 +19,7 @@ from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError, ConflictError, refusal
 from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.ragged import masked_rows
+from longtrain.kernels.attention.segments import by_sequence, end_to_end
 from longtrain.kernels.attention.split import split_attention, split_serves
 
 _SLACK = 64
@@ -194,12 +195,12 @@ class DenseCache(KVCache):
             for x_BGCD in self._stored(layer, max(used_B))
         )
         bounds, k_bounds = range(0, (B + 1) * T, T), list(accumulate(used_B, initial=0))
-        q_QHD, lse_BHT = q_BHTD.transpose(1, 2).flatten(0, 1), None
+        q_QHD, lse_BHT = end_to_end(q_BHTD), None
         out_QHD = packed_attention(q_QHD, k_SGD, v_SGD, bounds, k_bounds, scale=scale, window=window)
         if with_lse:
             lse_QH = packed_lse(q_QHD, k_SGD, bounds, k_bounds, scale=scale, window=window)
-            lse_BHT = lse_QH.unflatten(0, (B, T)).transpose(1, 2)
-        return out_QHD.unflatten(0, (B, T)).transpose(1, 2), lse_BHT
+            lse_BHT = by_sequence(lse_QH, B)
+        return by_sequence(out_QHD, B), lse_BHT
 
     def _attend(
         self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool, window: int = 0

@@ -17,6 +17,7 @@ from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.attention.packed import packed_lse
+from longtrain.kernels.attention.segments import by_sequence, end_to_end
 from longtrain.kernels.fused_layer import Slots, move_entries, write_rows
 from longtrain.kernels.hierarchical import (
     LARGEST,
@@ -186,10 +187,9 @@ class HierarchicalCache(KVCache):
             return super().attend_lse(layer, q_BHTD, mask=mask, scale=scale, window=window)
         out, _ = self.attend(layer, q_BHTD, mask=mask, scale=scale)
         B, _, T, _ = q_BHTD.shape
-        q_QHD, k_QGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, self._own[0]))
         bounds = range(0, (B + 1) * T, T)
-        lse_QH = packed_lse(q_QHD, k_QGD, bounds, bounds, scale=scale)
-        return out, lse_QH.unflatten(0, (B, T)).transpose(1, 2)
+        lse_QH = packed_lse(end_to_end(q_BHTD), end_to_end(self._own[0]), bounds, bounds, scale=scale)
+        return out, by_sequence(lse_QH, B)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail entries (or the prompt), then quantise the blocks that are due, without a host sync.

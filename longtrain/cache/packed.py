@@ -13,6 +13,7 @@ from torch import Tensor
 from longtrain.cache.base import Causal, KVCache, Mask
 from longtrain.errors import ConflictError
 from longtrain.kernels.attention.packed import packed_attention, packed_lse
+from longtrain.kernels.attention.segments import by_sequence, end_to_end
 
 
 class PackedCapture(KVCache):
@@ -34,7 +35,7 @@ class PackedCapture(KVCache):
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store this layer's K and V until the next layer's, or permanently if the layer is captured."""
-        k_TGD, v_TGD = k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)
+        k_TGD, v_TGD = end_to_end(k_BGTD), end_to_end(v_BGTD)
         self._now = (layer, k_TGD, v_TGD)
         if layer in self.layers:
             self.kv[layer] = alone(k_TGD), alone(v_TGD)
@@ -63,17 +64,17 @@ class PackedCapture(KVCache):
         assert self._now is not None
         before = window - 1 if window else None
         lse_TH = packed_lse(
-            q_BHTD[0].transpose(0, 1), self._now[1], self.bounds, self.bounds, scale=scale, window=before
+            end_to_end(q_BHTD), self._now[1], self.bounds, self.bounds, scale=scale, window=before
         )
-        return self._attend(q_BHTD, scale, before), lse_TH.T[None]
+        return self._attend(q_BHTD, scale, before), by_sequence(lse_TH, 1)
 
     def _attend(self, q_BHTD: Tensor, scale: float, before: int | None) -> Tensor:
         """Attention over a token's own key and `before` earlier ones; None: all."""
         assert self._now is not None
         _, k_TGD, v_TGD = self._now
-        q_THD = q_BHTD[0].transpose(0, 1)
+        q_THD = end_to_end(q_BHTD)
         out_THD = packed_attention(q_THD, k_TGD, v_TGD, self.bounds, self.bounds, scale=scale, window=before)
-        return out_THD.transpose(0, 1)[None]
+        return by_sequence(out_THD, 1)
 
     def _check(self, layer: int, mask: Mask) -> None:
         """Refuse a mask that is not causal, and a layer whose K and V were not written."""

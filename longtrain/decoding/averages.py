@@ -115,9 +115,6 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.restart_s: float | None = None
-        """Seconds of a draft's start with the present call's texts, as last measured or by `start_s`; None:
-        not known."""
         self.starts_s: deque[float] = deque(maxlen=5)
         """Latest seconds that a draft's start took for each token of a prompt."""
         self.count = 0
@@ -175,8 +172,8 @@ class LossBudget:
 
     The loss stays within its share of the time that plain decoding takes for all tokens so far, of which the
     first `UPFRONT` may be counted before they are there. So what plain calls leave unspent pays for a later
-    trial, and so does what drafting gains; but never more than the share of `SAVED` tokens, so that drafts
-    that have been good for long may not be bad for long.
+    trial, and so does what drafting gains; but never more than the share of `SAVED` tokens (of each part of a
+    whole), so that drafts that have been good for long may not be bad for long.
 
     Args:
         whole: a budget of which this is a part, and within which its loss must stay as well.
@@ -218,9 +215,11 @@ class LossBudget:
         """
         self.plain_total_s += tokens * plain_s
         gained_s = 0.0 if seconds is None else tokens * plain_s - seconds
-        self.lost_s = max(self.lost_s - gained_s, MAX_LOSS * (self.plain_total_s - SAVED * plain_s))
-        if self._whole:
-            self._whole.add(tokens, seconds, plain_s)
+        before_s = self.lost_s
+        self.lost_s = max(before_s - gained_s, MAX_LOSS * (self.plain_total_s - SAVED * plain_s))
+        if self._whole:  # which saves what its parts do: their cycles may take very different times
+            self._whole.plain_total_s += tokens * plain_s
+            self._whole.lost_s += self.lost_s - before_s
 
 
 def levels(shape: TreeShape) -> tuple[Hashable, ...]:

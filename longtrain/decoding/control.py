@@ -125,6 +125,7 @@ class Control:
         self._alone_s: float | None = None  # seconds of a plain cycle with the draft paused
         self._octave = -1
         self._plain_run = 0  # plain cycles in a row
+        self._restart_s: float | None = None  # of the draft's start with these texts; None: not known
 
     @property
     def free(self) -> bool:
@@ -155,7 +156,7 @@ class Control:
         if start_s is None:
             return True
         start_s *= prompt_tokens
-        self.costs.restart_s = start_s  # that of an earlier call had other prompts
+        self._restart_s = start_s
         if plain_s is None:  # what such a call may bring in is not known
             return self.costs.budget.affords(start_s, 0.0)
         best = self._best(planned, plain_s, start_s)
@@ -168,7 +169,7 @@ class Control:
         """
         self.costs.starts_s.append(seconds / prompt_tokens)
         if len(self.costs.starts_s) > 1:
-            self.costs.restart_s = seconds
+            self._restart_s = seconds
             self.budget.lose(seconds)
 
     def choose(self, *, length: int, left: int) -> TreeShape:
@@ -187,7 +188,7 @@ class Control:
             plain_s = self._plain_s
             measures = plain_s is None or self.costs.count % REFRESH < TIMES
             if plain_s is not None and not measures and (self.restarts or not self.paused):
-                restart_s = plain_s if self.costs.restart_s is None else self.costs.restart_s
+                restart_s = plain_s if self._restart_s is None else self._restart_s
                 best = self._best(left, plain_s, restart_s if self.paused else 0.0)
             self.paused = not best and (self.paused or (not measures and self._pauses(left)))
         self._plain_run = 0 if best else self._plain_run + 1
@@ -230,7 +231,7 @@ class Control:
                 seconds = cost or seconds
         tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
         if restart_s is not None:
-            self.costs.restart_s = restart_s
+            self._restart_s = restart_s
             self.budget.lose(restart_s)
         if self._risks:
             self._risks.popleft()

@@ -29,7 +29,7 @@ from longtrain.decoding.captured import (
 )
 from longtrain.decoding.control import Control, ShapeChoice, run_cycles
 from longtrain.decoding.decode_step import CycleState, DecodeStep
-from longtrain.decoding.evict import Keep
+from longtrain.decoding.evict import Keep, goes_on
 from longtrain.decoding.limits import Limits, cannot_gain
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.prefill import pad, prefill
@@ -315,14 +315,16 @@ class Engine:
         """The static buffers for captured cycles; None: the host launches every operator.
 
         Raises:
-            ConflictError: `capture=True`, and draft, selector, target or shape do not support it.
+            ConflictError: `capture=True`, and evictor, draft, selector, target or shape do not support it.
         """
         auto = self.capture == "auto"
         if not self.capture or (auto and (max_new_tokens < _WORTH or not gains(self.target))):
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
-        if self.parts.selector is not None and self.parts.selector.tensors() is None:
+        if goes_on(self.parts.evictor):
+            reason = f"'{self.parts.name}' evicts during decoding (the host moves entries between cycles)"
+        elif self.parts.selector is not None and self.parts.selector.tensors() is None:
             reason = f"the selector of '{self.parts.name}' does not update its state in place"
         elif self.target.shards is not None:
             reason = "the target's layers are split over ranks, which a graph cannot gather"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -147,6 +147,11 @@ class GoingOn(Protocol):
 
     def thinning(self, run: PromptRun, keep: Keep, *, nodes: int) -> ThinningCache:
         """The cache for decoding; `nodes`: most tokens of a step."""
+
+
+def goes_on(evictor: Evictor | None) -> TypeGuard[GoingOn]:
+    """True if this evictor keeps evicting during decoding."""
+    return isinstance(evictor, GoingOn) and evictor.decoding
 
 
 @dataclass

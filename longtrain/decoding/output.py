@@ -232,8 +232,10 @@ class TokenTransfer:
 
     def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
         """Yield each sequence's tokens, cycle by cycle, but those of the last `late` cycles unless `rest`."""
+        for rows in self.arrived_rows(rest=rest):
+            yield [Emitted(row[2 : 2 + row[0]], row[1] % COPIED, row[1] // COPIED) for row in rows]
+
+    def arrived_rows(self, *, rest: bool) -> Iterator[list[list[int]]]:
+        """Yield the numbers of each sequence as `DecodeStep.news_BX` has them, of the same cycles."""
         while len(self._sent) > (0 if rest else self._late):
-            yield [
-                Emitted(row[2 : 2 + row[0]], row[1] % COPIED, row[1] // COPIED)
-                for row in self._sent.popleft()()
-            ]
+            yield self._sent.popleft()()

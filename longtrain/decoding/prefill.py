@@ -17,7 +17,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.costs.model import window_slots
 from longtrain.decoding.appended import read_after
-from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun, on_layers
+from longtrain.decoding.evict import Evictor, Keep, PromptRun, goes_on, on_layers
 from longtrain.decoding.roles import AttentionObserver
 from longtrain.errors import TargetMismatchError
 from longtrain.targets.attention import AttentionHook, Inputs
@@ -120,7 +120,7 @@ def prefill(
         if keep is not None:
             cache = (
                 evictor.thinning(run, keep, nodes=nodes)
-                if isinstance(evictor, GoingOn) and evictor.decoding
+                if goes_on(evictor)
                 else compact(run.cache, keep, lengths, room=room + nodes, nodes=nodes)
             )
             kept_entries = keep.n_LBG.double().mean((0, 2)).tolist()
@@ -152,7 +152,7 @@ def _check_evictor(evictor: Evictor, target: Target) -> None:
     info = target.info
     if not info.full_layers:
         info.require_full_layers(f"eviction ({evictor.name})")
-    if isinstance(evictor, GoingOn) and evictor.decoding:
+    if goes_on(evictor):
         info.require_full_layers("eviction during decoding")
     plain = abs(target.scaling(0) * info.head_dim**0.5 - 1) <= _CLOSE
     if not plain and not getattr(evictor, "any_scale", False):

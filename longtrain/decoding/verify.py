@@ -81,7 +81,9 @@ def _walk(
     """Draw the target's token at each node and follow the child with that token, until none has it."""
 
     def choose(node_B: Tensor, n_B: Tensor) -> Tensor:
-        return rng.draw(probs(logits_BNV[row_B, node_B], sampling), pos_B + n_B, "target")
+        # of a tree of one node nothing is copied: the logits of a large batch are larger than its weights
+        logits_BV = logits_BNV[:, 0] if logits_BNV.shape[1] == 1 else logits_BNV[row_B, node_B]
+        return rng.draw(probs(logits_BV, sampling), pos_B + n_B, "target")
 
     row_B, node_B, n_B = _start(tree)
     walking_B = n_B > 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +83,18 @@ class EngineStates(FeatureFiles):
             )
         ids, asked = self._ids(outputs), in_words(outputs)
         self._column = {layer: ids.index(self._id(layer)) for layer in outputs.hidden}
+        unused: list[tuple[str, str]] = []
         for file in sorted(self.folder.rglob("*.safetensors")):
             name = str(file.relative_to(self.folder))
             ids_T, names = self._checked(file, ids)
             place = StoredDocument(name, "row", asked, len(ids_T), "", names, name)
-            self._found.setdefault(row_key(ids_T, asked), place)
+            first = self._found.setdefault(row_key(ids_T, asked), place)
+            if first.name != name:
+                unused.append((name, first.name))
+        if unused:
+            log.warning(
+                "unused files=%d of %s: %s has the tokens of %s", len(unused), self.folder, *unused[0]
+            )
 
     def read(self, key: str, name: str) -> Stored:
         """See `FeatureFiles.read`.
@@ -101,7 +109,7 @@ class EngineStates(FeatureFiles):
             states_TLE = (states_TLE.float() * tensors[SCALES]).bfloat16()
         last_TE = states_TLE[:, -1].to(self.target.device, self.target.dtype)
         if key not in self._sound:
-            self._check_values(file, tensors[IDS], states_TLE)
+            self._check_values(file, tensors, states_TLE)
             self._sound.add(key)
         return {
             f"hidden.{layer}": self.target.final_norm(last_TE) if layer == -1 else states_TLE[:, column]
@@ -111,11 +119,13 @@ class EngineStates(FeatureFiles):
     def example(self, outputs: OutputRequest, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return token ids [T] of a document, and states [T, E] under the names of golden inputs.
 
+        The LM head's input is among them: training reads the target's distribution from it.
+
         Args:
             outputs: see `expect`.
             tokens: T, if some document is that long; else the longest one's length.
         """
-        self.expect(outputs)
+        self.expect(replace(outputs, hidden=tuple(dict.fromkeys((*outputs.hidden, -1)))))
         key = max(self._found, key=lambda key: min(self._found[key].tokens, tokens))
         name = self._found[key].name
         ids_T, found = _read(self.folder / name, IDS)[IDS].long()[:tokens], self.read(key, name)
@@ -202,22 +212,31 @@ class EngineStates(FeatureFiles):
                     f"{file} has {have}, not {IDS} and {STATES}; pass a folder of an engine's files"
                 )
             about, ids_T = store.get_slice(STATES), store.get_tensor(IDS)
+            mask_T = store.get_tensor(MASK) if MASK in names else None
             shape, dtype = about.get_shape(), about.get_dtype()
             scales = store.get_slice(SCALES).get_shape() if SCALES in names else []
-            of_token = [list(ids_T.shape)] + [store.get_slice(MASK).get_shape() for _ in range(MASK in names)]
-        if dtype not in DTYPES and not (dtype == "F8_E4M3" and SCALES in names):
-            without = "" if SCALES in names else f" without {SCALES}"
+            of_token = [list(one.shape) for one in (ids_T, mask_T) if one is not None]
+        if dtype not in (("F8_E4M3",) if SCALES in names else DTYPES):
+            beside = "with" if SCALES in names else "without"
             allowed = f"{', '.join(DTYPES)}, or F8_E4M3 with {SCALES}"
-            raise DataError(f"{file} has states of type {dtype}{without}; allowed: {allowed}")
+            raise DataError(
+                f"{file} has states of type {dtype} {beside} {SCALES}; allowed: {allowed}: {AGAIN}"
+            )
         if len(shape) != 3 or any(one != [shape[0]] for one in of_token):
             raise DataError(
                 f"{file} has {STATES} {shape}, {IDS} and {MASK} {of_token}; expected [T, layers, size] and "
                 f"[T]: {AGAIN}"
             )
-        if ids_T.is_floating_point() or (SCALES in names and scales != [shape[0], 1, 1]):
+        whole = not ids_T.is_floating_point() and ids_T.dtype != torch.bool
+        if not whole or (SCALES in names and scales != [shape[0], 1, 1]):
             raise DataError(
                 f"{file} has {IDS} of type {ids_T.dtype} and {SCALES} {scales}; expected integers and, of "
                 f"fp8, [T, 1, 1]: {AGAIN}"
+            )
+        if mask_T is not None and not bool(mask_T.isfinite().all()):
+            raise DataError(
+                f"{file} has a {MASK} of NaN or infinite values, {int((~mask_T.isfinite()).sum())} of "
+                f"{len(mask_T)}; expected 1 for a label and 0 for none: {AGAIN}"
             )
         if not len(ids_T):
             raise DataError(f"{file} has no tokens (an aborted request, or one of embeddings); delete it")
@@ -235,9 +254,15 @@ class EngineStates(FeatureFiles):
             raise DataError(f"{file} has a token outside {vocabulary}")
         return ids_T.long(), names
 
-    def _check_values(self, file: Path, ids_T: Tensor, states_TLE: Tensor) -> None:
-        """Refuse values that are not finite, and layers that are shown to be others."""
-        target, last_TE = self.target, states_TLE[:, -1]
+    def _check_values(self, file: Path, tensors: dict[str, Tensor], states_TLE: Tensor) -> None:
+        """Refuse values that are not finite, and layers that are shown to be others.
+
+        Args:
+            file: the file's path.
+            tensors: its tensors, as they are stored.
+            states_TLE: its states, with the scales applied.
+        """
+        target, ids_T, last_TE = self.target, tensors[IDS], states_TLE[:, -1]
         read_TLE = states_TLE[:, sorted({*self._column.values(), states_TLE.shape[1] - 1})]
         odd_T = ~read_TLE.isfinite().flatten(1).all(1) | ~read_TLE.any(-1).all(1)
         if bool(odd_T.any()):
@@ -245,11 +270,19 @@ class EngineStates(FeatureFiles):
                 f"{file} has NaN, infinite or all-zero states at {int(odd_T.sum())} of {len(odd_T)} tokens, "
                 f"the first at token {int(odd_T.nonzero()[0])}; {AGAIN} (in bfloat16: float16 ends at 65504)"
             )
-        embeds_TE = target.embed(ids_T.long().to(target.device)).to(states_TLE.dtype).cpu()
-        if 0 not in (self.layer_ids or (1,)) and torch.equal(states_TLE[:, 0], embeds_TE):
+        apart_T, allowed_T = self._from_embeddings(tensors, states_TLE[:, 0])
+        says, begins = 0 in (self.layer_ids or ()), bool((apart_T <= allowed_T).all())
+        if begins and not says:
             raise DataError(
                 f"{file} begins with the embeddings, which is vLLM's id 0, not the output of a layer: id k "
                 "is the output of layer k - 1; pass the ids that it was given: features.layer_ids=[0,...]"
+            )
+        if says and not begins:
+            at = int((apart_T - allowed_T).nan_to_num(nan=math.inf).argmax())
+            raise DataError(
+                f"{file} does not begin with the embeddings, vLLM's id 0 (relative distance "
+                f"{float(apart_T[at]):.2g} at token {at}, allowed {float(allowed_T[at]):.2g}); pass the ids "
+                "that the engine was given, features.layer_ids=[...], or have it write the states again"
             )
         size_T = (last_TE.float() / target.final_norm_weight.float().cpu()).square().mean(-1)
         if bool(((size_T - 1).abs() < 0.02).all()):
@@ -261,8 +294,38 @@ class EngineStates(FeatureFiles):
             normed_TE = target.final_norm(last_TE[:PROBE].to(target.device, target.dtype))
             logits_TV = target.head(normed_TE)[:-1].float().cpu()
             nats = float(cross_entropy(logits_TV, ids_T[1 : 1 + len(logits_TV)].long()))
+            guess = math.log(target.info.vocab_size)
             message = "states=%s the target's own next_token_nats=%.3f (%.3f if it knew nothing)"
-            log.info(message, file.name, nats, math.log(target.info.vocab_size))
+            if nats < guess:
+                log.info(message, file.name, nats, guess)
+                return
+            advice = (
+                "; usual are 1 to 4, of text that the target knows: check that the engine ran this target, "
+                "and wrote its last layer (%d in eagle_aux_hidden_state_layer_ids)"
+            )
+            log.warning(message + advice, file.name, nats, guess, target.info.n_layers)
+
+    def _from_embeddings(self, tensors: dict[str, Tensor], first_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's relative distance from its embedding, and what rounding allows: two of [T].
+
+        The distance is that from the embeddings times the one factor that fits best, since some
+        architectures multiply them, and an engine rounds that factor. At least bf16's rounding is allowed:
+        the engine may have stored states in a finer dtype than it computes in.
+
+        Args:
+            tensors: a file's tensors, as they are stored.
+            first_TE: the states of its first layer, with the scales applied.
+        """
+        ids_T, first_TE = tensors[IDS].long().to(self.target.device), first_TE.float()
+        embeds_TE = self.target.embed(ids_T).float().cpu()
+        factor = (first_TE * embeds_TE).sum() / embeds_TE.square().sum().clamp_min(1e-30)
+        size_T = first_TE.norm(dim=-1).clamp_min(1e-30)
+        stored = torch.finfo(tensors[STATES].dtype)
+        eps = max(stored.eps, torch.finfo(torch.bfloat16).eps)
+        step_T = tensors[SCALES].flatten().float() if SCALES in tensors else torch.ones(len(size_T))
+        step_T = step_T * (stored.smallest_normal * stored.eps)  # between the smallest values of the dtype
+        apart_T = (first_TE - factor * embeds_TE).norm(dim=-1) / size_T
+        return apart_T, 2 * eps + step_T * math.sqrt(first_TE.shape[-1]) / size_T
 
 
 def _opened(file: Path) -> Any:

@@ -204,7 +204,13 @@ def _work(
     if whole and not asking.counts["prompts"]:
         raise DataError(f"the data gives no prompt to answer: {_left_out(asking.counts)}; give other data")
     _report(answers, asking, folder=files.rows)
-    speed = {"tokens": answers.n_tokens, "seconds": answers.seconds, "answers": answers.n_answers}
+    speed = {
+        "tokens": answers.n_tokens,
+        "seconds": answers.seconds,
+        "answers": answers.n_answers,
+        "tokens_per_s": answers.tokens_per_s,
+        "steady_tokens_per_s": answers.steady_tokens_per_s,
+    }
     write_files(cfg.run_dir / "answers" / "state", {_speed_file(number, keys.shards): as_json(speed)})
     return whole
 
@@ -260,24 +266,26 @@ def _report_parts(folder: Path, shards: int) -> None:
     speeds = [read_json(folder / "state" / _speed_file(number, shards)) for number in range(shards)]
     tokens, seconds = sum(one["tokens"] for one in speeds), max(one["seconds"] for one in speeds)
     log.info(
-        "parts=%d answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f",
+        "parts=%d answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f steady_tokens_per_s=%.0f",
         shards,
         sum(one["answers"] for one in speeds),
         tokens,
         seconds,
         tokens / max(seconds, 1e-9),
+        sum(one["steady_tokens_per_s"] for one in speeds),
     )
 
 
 def _report(answers: AnswerBatches, asking: Asking, *, folder: Path) -> None:
     """Log what was written and left out, and where the time went."""
     log.info(
-        "answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f; %d cut at decode.max_new_tokens, %d blank and "
-        "left out; %s; folder=%s",
+        "answers=%d tokens=%d seconds=%.1f tokens_per_s=%.0f steady_tokens_per_s=%.0f; %d cut at "
+        "decode.max_new_tokens, %d blank and left out; %s; folder=%s",
         answers.n_answers,
         answers.n_tokens,
         answers.seconds,
-        answers.n_tokens / max(answers.seconds, 1e-9),
+        answers.tokens_per_s,
+        answers.steady_tokens_per_s,
         answers.n_cut,
         answers.n_empty,
         _left_out(asking.counts),

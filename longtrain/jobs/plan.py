@@ -90,7 +90,8 @@ def facts(plan: RunPlan) -> list[str]:
         held = most * layers - len(windows) * max(0, most - slots)
         near.append(
             f"windows   {len(windows)} of {plan.info.n_layers} layers see the last {max(windows)} tokens; "
-            f"they store {slots} entries, and all layers then {kv / layers * held / GIB:.3g} GiB"
+            f"they store {slots} entries, and all layers then {kv / layers * held / GIB:.3g} GiB; a method's "
+            "own cache and its training are estimated as if all layers saw the whole text"
         )
     return [
         f"target    {name}: {billions:.3g} B weights, {plan.weight_bytes / GIB:.3g} GiB{shape}",

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longtrain.cache.base import KVCache, Mask, PrefixOnly
 from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.kernels.attention.sinks import with_sinks
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
@@ -147,16 +148,6 @@ def attend(
             layer, query, mask=longtrain_pass.mask, scale=scale, window=sliding_window
         )
     return out_BHTD.transpose(1, 2), None
-
-
-def with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return attention with a sink in the softmax's denominator, from attention without and its lse.
-
-    out * sum_j exp(s_j) / (sum_j exp(s_j) + exp(sink)) = out * sigmoid(lse - sink), in fp32 or wider. Parts
-    of the attention (prefix and tail, say) are merged before.
-    """
-    share_BHT = (lse_BHT - sinks_H.to(lse_BHT.dtype)[:, None]).sigmoid()
-    return (out_BHTD * share_BHT[..., None]).to(out_BHTD.dtype)
 
 
 def without_idle_windows(model: PreTrainedModel, info: TargetInfo) -> None:

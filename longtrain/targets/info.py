@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from longtrain.costs.model import Experts
 from longtrain.errors import TargetMismatchError
 from longtrain.targets.families import FAMILIES, family_of, missing, not_served
 
@@ -280,7 +281,8 @@ def check_supported(config: Any, where: str) -> None:
 
     Raises:
         TargetMismatchError: latent attention (MLA), sinks, softcapping, an encoder, layers of another kind, a
-            rotary type whose angles change with the length, or a family that is not tested.
+            rotary type whose angles change with the length, more experts for a token than there are, or a
+            family that is not tested.
     """
     if reason := _reason(config):
         raise not_served(where, config.model_type, reason)
@@ -324,6 +326,9 @@ def _reason(config: Any) -> str:
             return f"has rotary embeddings of type '{kind}' (allowed: {', '.join(ROPE_TYPES)})"
         if not partial and rope.get("partial_rotary_factor") not in (None, 1):
             return f"rotates a part of each head (partial_rotary_factor={rope['partial_rotary_factor']})"
+    experts = Experts.of_keys(config.to_dict())
+    if experts is not None and not 0 < experts.per_token <= experts.count:
+        return f"has num_experts_per_tok={experts.per_token} (allowed: 1 to {experts.count}, its experts)"
     return ""
 
 

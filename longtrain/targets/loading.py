@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -21,14 +20,15 @@ from transformers import (
 
 from longtrain.cache.room import GIB, NoRoomError, free_bytes
 from longtrain.costs.footprint import Spread, held, refuse_lack
-from longtrain.costs.model import Experts, Sizes
+from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of, source_of
 from longtrain.targets.attention import NAME
 from longtrain.targets.config_file import eos_ids_of, read_config
 from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights
-from longtrain.targets.info import TargetInfo, check_supported, geometry
+from longtrain.targets.families.facts import model_facts
+from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
@@ -274,37 +274,15 @@ def describe(
     """
     if samples is None:
         samples = gathered(model, sampled(model), shards)
-    config = model.config
-    context = max_positions or config.max_position_embeddings
-    attention = model.model.layers[0].self_attn
-    experts = Experts.of_keys(config.to_dict())
-    rope, layers = geometry(config, attention.head_dim, context)
-    act = getattr(config, "hidden_act", None) or config.hidden_activation
-    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.q_proj
-    facts = {
-        "family": config.model_type,
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "head_dim": attention.head_dim,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": float(str(np.float32(config.rms_norm_eps))),  # norms add it in fp32
-        "rope": rope,
-        "qk_norm": hasattr(attention, "q_norm"),
-        "attention_bias": projection.bias is not None,
-        "hidden_act": "silu" if act == "swish" else act,  # two names of one
-    }
-    if experts is not None:
-        facts["experts"] = asdict(experts)
+    facts = model_facts(model, max_positions or model.config.max_position_embeddings)
+    # what depends on `max_positions` is no identity of weights; dense models had no entry for experts
+    apart = {"max_positions", "layers"} if facts["experts"] else {"max_positions", "layers", "experts"}
+    hashed = {key: value for key, value in facts.items() if key not in apart}
     return TargetInfo(
         name=name,
-        max_positions=context,
-        layers=layers,
         eos_ids=eos_ids,
         tokenizer_hash="" if tokenizer is None else _ids_hash(tokenizer),
-        weights_hash=identity(samples, facts),
+        weights_hash=identity(samples, hashed),
         **facts,
     )
 

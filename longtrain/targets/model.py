@@ -231,7 +231,7 @@ class Target(nn.Module):
         return {name: plain_norm(self.family, name, whole(weight)) for name, weight in state.items()}
 
     def sinks(self, layer: int) -> Tensor | None:
-        """Return a layer's attention sinks [H] (`attention.with_sinks`); None: it has none."""
+        """Return a layer's attention sinks [H] (`kernels.attention.sinks`); None: it has none."""
         return getattr(self.model.model.layers[layer].self_attn, "sinks", None)
 
     def scaling(self, layer: int) -> float:

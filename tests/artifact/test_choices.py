@@ -54,7 +54,8 @@ IN_TRAINING = {
     "specontext": SETS | {"conv", "mapping"},  # conv: of another variant; mapping: its table is stored
     "indexer": SETS,
     "dspark": OFFSETS
-    | {"anchor_every", "block_decay", "ce_weight", "l1_weight", "confidence_weight", "chunk_tokens"}
+    | {"anchor_every", "block_decay", "objective", "ce_weight", "l1_weight", "kl_decay"}
+    | {"confidence_weight", "chunk_tokens"}
     | {"min_confidence", "start_norm"},  # which of the same nodes are verified; how a new draft begins
 }
 """Settings that nothing depends on once a module is trained."""

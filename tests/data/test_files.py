@@ -14,6 +14,7 @@ from longtrain.data.read.files import (
     read_jsonl,
     read_text,
     stem,
+    visible,
 )
 from longtrain.errors import ConfigError, DataError
 
@@ -247,3 +248,21 @@ def test_zstandard_files_are_read_too(tmp_path):
     for name in ("bad", "no"):
         with pytest.raises(DataError, match=f"{name}.txt.zst"):
             read_text(tmp_path / f"{name}.txt.zst")
+
+
+def test_visible_files_are_sorted_as_paths_are_without_hidden_ones_and_linked_folders(tmp_path):
+    shown = ["b/z.py", "b.py", "b-c/a.py", "a/skip/x.py", "a/skip.py"]
+    for name in [*shown, "a/.x/y.py", ".h/y.py", "a/._m.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    (tmp_path / "linked.py").symlink_to(tmp_path / "b.py")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "none")
+    (tmp_path / "itself.py").symlink_to("itself.py")
+    every = sorted(
+        file
+        for file in tmp_path.rglob("*")
+        if file.is_file() and not any(part[0] == "." for part in file.relative_to(tmp_path).parts)
+    )
+    assert visible(tmp_path) == every and len(every) == 6
+    assert visible(tmp_path, without=("skip",)) == [file for file in every if file.parent.name != "skip"]

@@ -7,6 +7,7 @@ import pytest
 
 from longtrain.data.config import SourceConfig
 from longtrain.data.packing.prepare import prepare
+from longtrain.data.read import sources
 from longtrain.data.read.licences import permissive
 from longtrain.data.read.sources import documents, inputs
 from longtrain.errors import DataError
@@ -163,3 +164,14 @@ def test_a_file_of_a_package_that_is_no_text_is_left_out(packages, tokenizer, tm
     asked = config(sources=[{"jsonl": str(packages), "kind": "code"}], min_doc_tokens=2)
     manifest = json.loads((prepare(asked, tokenizer, home=tmp_path) / "manifest.json").read_text())
     assert manifest["counts"]["documents"] == 1 and manifest["read"]["bad"] == 1
+
+
+def test_the_paths_of_a_record_may_begin_with_a_dot_and_only_metadata_are_read(packages, monkeypatch):
+    record = packages / "free-1.0.dist-info" / "RECORD"
+    record.write_text("./" + record.read_text())
+    names, found = read(packages)
+    assert names == ["free/__init__.py", "free/work.py"]
+    monkeypatch.setattr(sources, "sha256_file", None)
+    plain = inputs(SourceConfig("jsonl", str(packages), kind="code"), hashed=False)
+    assert plain["files"] == [{"path": item["path"]} for item in found["files"]]
+    assert plain["packages"] == found["packages"]

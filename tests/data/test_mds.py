@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 
-from longtrain.data.read.files import read_mds_shard
+from longtrain.data.read.mds import read_mds_shard
 from longtrain.errors import DataError
 
 COLUMNS = [

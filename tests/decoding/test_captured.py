@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longtrain.decoding import captured
+from longtrain.decoding import engine as engine_module
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
@@ -190,11 +191,13 @@ def test_bytes_are_those_of_the_slots_asked_for():
     assert static.cache_bytes == static.cache_bytes_full == plain.cache_bytes + 8  # one more length
 
 
-def test_what_cannot_be_captured_is_refused_or_left():
+def test_what_cannot_be_captured_is_refused_or_left(monkeypatch):
     target = micro()
     thinned = attached("kvzap", target, {"budget_tokens": 12, "decoding": True}, hidden_dim=8)
-    with pytest.raises(ConflictError, match="ThinningCache cannot be decoded from static buffers"):
-        Engine(target, thinned, capture=True).generate(prompts_of(40), max_new_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "prefill", None)  # refused before it
+        with pytest.raises(ConflictError, match="'kvzap' evicts during decoding"):
+            Engine(target, thinned, capture=True).generate(prompts_of(40), max_new_tokens=4)
     toy = Parts(draft=OracleDraft(target), name="toy")
     with pytest.raises(ConflictError, match="draft of 'toy' does not update its state in place"):
         Engine(target, toy, capture=True).generate(ONE, max_new_tokens=4)

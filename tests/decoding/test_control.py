@@ -26,6 +26,7 @@ from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES as PUBLISHED
 from tests.helpers import ONE_LAYER, Recall, attached, noisy_longspec
 
+from .machine import Machine, first_coins
 from .micro import target as micro
 from .tape import tapes  # noqa: F401 (a fixture)
 from .test_captured import ONE, THREE
@@ -40,48 +41,26 @@ def chain(n: int) -> TreeShape:
     return TreeShape((1,) * n)
 
 
-class Machine:
-    """A draft and a target of known cost and acceptance; the news of a cycle is read one cycle late."""
+class ChainMachine(Machine):
+    """A target and a draft of chains, whose drafts are accepted at a given rate."""
 
     def __init__(
-        self,
-        control: Control,
-        draft_s: float,
-        verify_s: float,
-        seed: int = 0,
-        heard_s: float = 0.0,
-        restart_s: float = 0.0,
+        self, control: Control, draft_s: float, verify_s: float, seed: int = 0, **seconds: float
     ) -> None:
-        self.control, self.draft_s, self.verify_s = control, draft_s, verify_s
+        super().__init__(control, self.cost_of, **seconds)
+        self.draft_s, self.verify_s = draft_s, verify_s
         self.rng = random.Random(seed)
-        self.history: list[int] = []
-        self.tokens, self.seconds = 0, 0.0
-        self.pending: list[tuple[TreeShape, list[int], dict]] = []
-        self.heard_s, self.restart_cost_s = heard_s, restart_s
 
-    def cost(self, shape: TreeShape) -> float:
+    def cost_of(self, shape: TreeShape) -> float:
         return self.verify_s + self.draft_s * shape.depth + 0.01 * self.verify_s * (shape.n_nodes - 1)
 
     def speed(self, shape: TreeShape, rate: float) -> float:
         return sum(rate**k for k in range(shape.depth + 1)) / self.cost(shape)
 
-    def run(self, rate: float, cycles: int) -> Machine:
+    def run(self, rate: float, cycles: int) -> ChainMachine:
         for _ in range(cycles):
-            was_paused = self.control.paused
-            shape, accepted = self.control.choose(length=1000, left=ENDLESS), 0
-            paused = self.control.paused
-            restart_s = self.restart_cost_s if was_paused and not paused else None
-            while accepted < shape.depth and self.rng.random() < rate:
-                accepted += 1
-            self.tokens += 1 + accepted
-            seconds = self.cost(shape) + (0.0 if paused else self.heard_s)
-            self.seconds += seconds + (restart_s or 0.0)
-            self.history.append(shape.depth)
-            about = {"seconds": seconds, "paused": paused, "restart_s": restart_s}
-            self.pending.append((shape, [accepted], about))
-            if len(self.pending) > 1:
-                known, news, about = self.pending.pop(0)
-                self.control.learn(known, news, length=1000, **about)
+            self.cycle(lambda shape: first_coins(self.rng, shape, rate), length=1000, left=ENDLESS)
+            self.hear(length=1000)
         return self
 
 
@@ -89,18 +68,18 @@ class Machine:
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_speed_comes_close_to_the_best_fixed_shape(rate, draft_s, verify_s):
     """First trials and later ones included; the shape that is best is known to nobody beforehand."""
-    machine = Machine(Control(SHAPES, Costs()), draft_s, verify_s).run(rate, 800)
+    machine = ChainMachine(Control(SHAPES, Costs()), draft_s, verify_s).run(rate, 800)
     best = max(machine.speed(shape, rate) for shape in SHAPES)
     assert machine.tokens / machine.seconds > 0.95 * best
 
 
 def test_a_draft_that_turns_good_is_found_and_one_that_turns_bad_is_left():
-    machine = Machine(Control(SHAPES, Costs()), 2.1, 5.1).run(0.0, 100)
-    assert Counter(machine.history[10:])[0] > 80
+    machine = ChainMachine(Control(SHAPES, Costs()), 2.1, 5.1).run(0.0, 100)
+    assert Counter(machine.depths[10:])[0] > 80
     machine.run(0.9, 300)
-    assert all(depth in (1, 2, 3, 4, 6) for depth in machine.history[-50:])
+    assert all(depth in (1, 2, 3, 4, 6) for depth in machine.depths[-50:])
     machine.run(0.0, 100)
-    assert Counter(machine.history[-50:])[0] > 45
+    assert Counter(machine.depths[-50:])[0] > 45
 
 
 @pytest.mark.parametrize("restarts", [True, False], ids=["restarts", "does not restart"])
@@ -117,7 +96,7 @@ def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
             costs = Costs()
             for call in range(3):
                 control = Control(SHAPES, costs, restarts=restarts)
-                machine = Machine(control, draft_s, verify_s, call, heard_s, restart_s)
+                machine = ChainMachine(control, draft_s, verify_s, call, heard_s=heard_s, restart_s=restart_s)
                 while machine.tokens < planned:
                     machine.run(rate, 1)
                 speed = machine.tokens * verify_s / machine.seconds
@@ -126,10 +105,10 @@ def test_no_call_is_slower_than_plain_decoding_by_more_than_2_percent(
                 assert speed > 0.98 - unknown, (rate, planned, call)
 
 
-class WithExperts(Machine):
+class WithExperts(ChainMachine):
     """Its verification reads experts as that of Qwen3-30B-A3B at short texts."""
 
-    def cost(self, shape: TreeShape) -> float:
+    def cost_of(self, shape: TreeShape) -> float:
         growth = pass_growth(Sizes.of_keys(PUBLISHED["qwen3_30b_a3b"]), 1, shape.n_nodes, 1000)
         return self.verify_s * growth + self.draft_s * shape.depth
 
@@ -141,11 +120,11 @@ def test_chains_are_short_where_longer_ones_read_more_experts():
     assert pass_growth(dense, 1, 9, 1000) == 1 < growth(2, 1000) < growth(9, 1000) < growth(1000, 1000)
     assert growth(9, 32000) < growth(9, 1000), "the cache is read too"
     usual = {}
-    for kind, keys in ((Machine, {}), (WithExperts, {"growth": growth})):
+    for kind, keys in ((ChainMachine, {}), (WithExperts, {"growth": growth})):
         machine = kind(Control(SHAPES, Costs(), **keys), 0.1, 5.0).run(0.8, 800)
-        usual[kind] = Counter(depth for depth in machine.history if depth).most_common(1)[0][0]
+        usual[kind] = Counter(depth for depth in machine.depths if depth).most_common(1)[0][0]
         assert machine.tokens / machine.seconds > 0.95 * max(machine.speed(shape, 0.8) for shape in SHAPES)
-    assert usual[WithExperts] <= 2 and usual[Machine] == 8
+    assert usual[WithExperts] <= 2 and usual[ChainMachine] == 8
     costs = Costs()
     machine = WithExperts(control := Control(SHAPES, costs, growth=growth), 0.1, 5.0)
     for shape in (*SHAPES[:2], *SHAPES[:2]):
@@ -157,34 +136,34 @@ def test_chains_are_short_where_longer_ones_read_more_experts():
 
 def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():
     control = Control(SHAPES, Costs())
-    machine = Machine(control, 0.08, 0.3, heard_s=0.025, restart_s=0.1).run(0.0, 400)
+    machine = ChainMachine(control, 0.08, 0.3, heard_s=0.025, restart_s=0.1).run(0.0, 400)
     assert control.paused and control.budget.lost_s > 0
     machine.run(0.95, 400)
-    assert not control.paused and min(machine.history[-50:]) > 0 and control.budget.lost_s < 0
+    assert not control.paused and min(machine.depths[-50:]) > 0 and control.budget.lost_s < 0
     hard = Control(SHAPES, Costs(), restarts=False)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
-    machine = Machine(hard, 0.08, 0.3, heard_s=0.025).run(0.0, 400)
+    machine = ChainMachine(hard, 0.08, 0.3, heard_s=0.025).run(0.0, 400)
     assert hard.paused
-    assert set(machine.run(0.99, 400).history[-400:]) == {0}  # to the end of the call
+    assert set(machine.run(0.99, 400).depths[-400:]) == {0}  # to the end of the call
 
 
 def test_only_what_may_be_best_is_measured():
     """Each measured shape costs a CUDA graph, and the first trials are the cheapest."""
     costs = Costs()
-    Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.0, 200)
+    ChainMachine(Control(SHAPES, costs), 2.1, 5.1).run(0.0, 200)
     assert {len(row["shape"]) for row in costs.table()} <= {0, 1, 2}
-    machine = Machine(Control(SHAPES, costs := Costs()), 2.1, 5.1).run(0.99, 200)
+    machine = ChainMachine(Control(SHAPES, costs := Costs()), 2.1, 5.1).run(0.99, 200)
     assert len({len(row["shape"]) for row in costs.table()}) <= 6
-    assert machine.history[:4] == [0, 0, 0, 1] and machine.history[-1] == 8
+    assert machine.depths[:4] == [0, 0, 0, 1] and machine.depths[-1] == 8
 
 
 def test_costs_are_kept_for_the_next_call():
     costs = Costs()
-    Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 200)
-    later = Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 50)
-    assert 0 not in later.history  # nothing is measured first
-    assert Machine(Control(SHAPES, costs, kind="two texts"), 2.1, 5.1).run(0.9, 1).history == [0]
+    ChainMachine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 200)
+    later = ChainMachine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 50)
+    assert 0 not in later.depths  # nothing is measured first
+    assert ChainMachine(Control(SHAPES, costs, kind="two texts"), 2.1, 5.1).run(0.9, 1).depths == [0]
 
 
 def test_the_best_tree_wins():
@@ -205,7 +184,7 @@ def test_the_best_tree_wins():
 
 def test_a_cycle_at_the_end_drafts_no_more_than_is_wanted():
     control = Control(SHAPES, Costs())
-    Machine(control, 0.3, 5.0).run(0.99, 100)
+    ChainMachine(control, 0.3, 5.0).run(0.99, 100)
     assert [control.choose(length=1000, left=left).depth for left in (9, 3, 2, 1)] == [8, 2, 1, 0]
     assert control.paused  # at a text's end: what plain cycles take alone is not known yet
 
@@ -268,6 +247,19 @@ def test_budgets_are_kept_and_gains_are_not_without_end():
     assert one.affords(most_s, 1.0) and not one.affords(most_s + 0.1, 1.0)
     one.lose(most_s)
     assert not one.affords(0.1, 1.0) and not other.affords(0.1, 1.0), "all kinds together"
+
+
+def test_savings_of_slow_cycles_outlast_a_fast_call():
+    """Plain cycles of 10 s and of 0.1 s by turns: savings of the slow are not cut by the fast."""
+    costs = Costs()
+    (slow, _), (fast, _) = costs.past("eight long texts"), costs.past("one short text")
+    slow.add(200, 1500.0, 10.0)
+    saved_s = 500.0 + 200 * 10 * averages.MAX_LOSS
+    fast.add(1, 0.1, 0.1)
+    assert slow.affords(saved_s, 10.0) and not slow.affords(saved_s + 0.1, 10.0)
+    assert not fast.affords(0.1 * averages.UPFRONT * averages.MAX_LOSS + 0.01, 0.1)
+    fast.lose(50.0)
+    assert slow.affords(saved_s - 50.0, 10.0) and not slow.affords(saved_s - 49.0, 10.0), "all together"
 
 
 def test_texts_that_differ_are_counted_together():

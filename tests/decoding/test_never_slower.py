@@ -7,7 +7,6 @@ the most tokens that were asked for; the draft's start with the prompt and its r
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,8 @@ import pytest
 from longtrain.decoding.averages import MAX_LOSS, SAVED, Costs
 from longtrain.decoding.control import Control, cheapest_first
 from longtrain.decoding.roles import TreeShape
+
+from .machine import Machine, first_coins
 
 PLAIN = TreeShape(())
 COPIES = tuple(TreeShape((), copied=n) for n in (4, 15))
@@ -31,7 +32,7 @@ def never(rng: random.Random, shape: TreeShape, cycle: int) -> int:
 
 
 def coins(rng: random.Random, shape: TreeShape, cycle: int) -> int:
-    return next((n for n in range(shape.depth) if rng.random() > 0.4), shape.depth)
+    return first_coins(rng, shape, 0.4)
 
 
 def by_turns(rng: random.Random, shape: TreeShape, cycle: int) -> int:
@@ -49,7 +50,7 @@ def one(rng: random.Random, shape: TreeShape, cycle: int) -> int:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Seconds:
     """Seconds of a target and a draft, a plain cycle being 1.
 
     Args:
@@ -68,7 +69,7 @@ class Machine:
     start: float
     restarts: bool
 
-    def seconds(self, shape: TreeShape) -> float:
+    def cycle(self, shape: TreeShape) -> float:
         return (
             1
             + self.level * len(shape.widths)
@@ -78,15 +79,15 @@ class Machine:
 
 
 MACHINES = [
-    Machine(0.05, 0.002, 0.01, 0.004, 0.3, True),  # a large target
-    Machine(0.05, 0.002, 0.01, 0.004, 2.5, False),  # its draft reads the whole prompt
-    Machine(0.3, 0.02, 0.06, 0.05, 1.0, True),  # a small one
-    Machine(0.3, 0.05, 0.06, 0.0, 4.0, False),
+    Seconds(0.05, 0.002, 0.01, 0.004, 0.3, True),  # a large target
+    Seconds(0.05, 0.002, 0.01, 0.004, 2.5, False),  # its draft reads the whole prompt
+    Seconds(0.3, 0.02, 0.06, 0.05, 1.0, True),  # a small one
+    Seconds(0.3, 0.05, 0.06, 0.0, 4.0, False),
 ]
 
 
 def answer(
-    machine: Machine,
+    costly: Seconds,
     costs: Costs,
     adversary: Adversary,
     shapes,
@@ -97,35 +98,30 @@ def answer(
     prompt: int = 1000,
 ) -> float:
     """Seconds of one call, whose answer ends after `tokens`; the news of a cycle is read one cycle late."""
-    seconds, rng, restarts = 0.0, random.Random(seed), machine.restarts
-    control = Control(shapes, costs, kind, restarts=restarts)
-    paused = not control.starts(prompt, length=prompt, planned=planned)
-    own = not paused
-    if paused and not restarts and any(shape.copied for shape in shapes):  # look-up alone remains
-        shapes = tuple(shape for shape in shapes if not shape.widths)
-        machine, paused, restarts = replace(machine, start=0.01, hear=0.0), False, True
-    control = Control(shapes, costs, kind, restarts=restarts, paused=paused)
-    if not paused:
-        seconds += machine.start
+    rng = random.Random(seed)
+    control = Control(shapes, costs, kind, restarts=costly.restarts)
+    control.paused = not control.starts(prompt, length=prompt, planned=planned)
+    own = not control.paused
+    if control.paused and not costly.restarts:
+        copies = tuple(shape for shape in shapes if not shape.widths)
+        alone = any(shape.copied for shape in shapes)  # look-up alone remains
+        if alone:
+            costly = replace(costly, start=0.01, hear=0.0)
+        control = Control(copies if alone else shapes, costs, kind, restarts=alone, paused=not alone)
+    machine = Machine(control, costly.cycle, heard_s=costly.hear, restart_s=costly.start)
+    if not control.paused:
+        machine.seconds += costly.start
     if own:
-        control.learn_start(machine.start, prompt)
-    done, cycle, sent = 1, 0, deque()
-    while done < tokens:
-        was_paused = control.paused
-        shape = control.choose(length=prompt + done, left=planned - done)
-        paused = control.paused
-        restart_s = machine.start if was_paused and not paused else None
-        accepted = adversary(rng, shape, cycle)
-        took_s = machine.seconds(shape) + (0.0 if paused else machine.hear)
-        seconds += took_s + (restart_s or 0.0)
-        sent.append((shape, accepted, took_s, paused, restart_s))
-        done, cycle = done + 1 + accepted, cycle + 1
-        while len(sent) > (0 if done >= tokens else 1):
-            shape, accepted, took_s, paused, restart_s = sent.popleft()
-            control.learn(
-                shape, [accepted], length=prompt + done, seconds=took_s, paused=paused, restart_s=restart_s
-            )
-    return seconds
+        control.learn_start(costly.start, prompt)
+    while (done := 1 + machine.tokens) < tokens:
+        machine.cycle(
+            lambda shape: adversary(rng, shape, len(machine.depths)),
+            length=prompt + done,
+            left=planned - done,
+        )
+        ended = 1 + machine.tokens >= tokens
+        machine.hear(length=prompt + 1 + machine.tokens, late=0 if ended else 1)
+    return machine.seconds
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=range(len(MACHINES)))
@@ -141,7 +137,7 @@ def test_no_data_set_takes_more_than_2_percent_longer(machine, adversary, tokens
 
 
 def good(rng: random.Random, shape: TreeShape, cycle: int) -> int:
-    return next((n for n in range(shape.depth) if rng.random() > 0.85), shape.depth)
+    return first_coins(rng, shape, 0.85)
 
 
 @pytest.mark.parametrize("machine", MACHINES[:2], ids=range(2))
@@ -153,8 +149,8 @@ def test_short_answers_gain_where_drafts_are_right(machine):
 
 
 LONG_PROMPTS = [
-    Machine(0.1, 0.002, 0.01, 0.01, 12.0, restarts=True),
-    Machine(0.1, 0.002, 0.01, 0.01, 12.0, restarts=False),
+    Seconds(0.1, 0.002, 0.01, 0.01, 12.0, restarts=True),
+    Seconds(0.1, 0.002, 0.01, 0.01, 12.0, restarts=False),
 ]
 """A draft's start with the prompt takes as long as 12 plain cycles."""
 PLAIN_S = 127.0
@@ -164,7 +160,7 @@ AT_FIRST_S = 30.0
 what may be lost in advance."""
 
 
-def short_calls(machine: Machine, costs: Costs, adversary: Adversary, calls: int, kind: int = 1):
+def short_calls(machine: Seconds, costs: Costs, adversary: Adversary, calls: int, kind: int = 1):
     return [answer(machine, costs, adversary, DRAFTED, 128, 128, seed, kind) for seed in range(calls)]
 
 

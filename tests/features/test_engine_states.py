@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 
 import pytest
 import torch
@@ -77,10 +78,11 @@ def test_the_longest_document_that_is_needed_is_an_example(tmp_path, deep):
     write_states(tmp_path, deep, ROWS, IDS)
     for asked, length in ((30, 30), (48, 48), (90, 48)):
         ids_T, told = EngineStates(tmp_path, deep).example(OutputRequest(hidden=(0, 2)), asked)
-        assert len(ids_T) == length and {name: len(state) for name, state in told.items()} == {
-            "hidden_0": length,
-            "hidden_2": length,
-        }
+        whole = next(ids for ids in ROWS if ids[:length] == ids_T.tolist())
+        found = read(tmp_path, deep, whole)
+        assert len(ids_T) == length and {*told} == {"hidden_0", "hidden_2", "hidden_-1"}
+        for name, state in told.items():
+            assert torch.equal(state, found[name.replace("_", ".")][:length])
 
 
 def changed(file, **values):
@@ -122,6 +124,17 @@ FORMS = {
         },
         DataError,
         r"hidden_states_scales \[3\]; expected integers and, of fp8, \[T, 1, 1\]",
+    ),
+    "scales of no fp8": (
+        {"hidden_states_scales": torch.ones(N, 1, 1)},
+        DataError,
+        "has states of type F32 with hidden_states_scales; allowed: .*, or F8_E4M3 with hidden_states_scales",
+    ),
+    "booleans": ({"token_ids": torch.ones(N, dtype=torch.bool)}, DataError, "has token_ids of type torch.bo"),
+    "mask of NaN": (
+        {"loss_mask": torch.ones(N).index_fill(0, torch.tensor([3, 5]), torch.nan)},
+        DataError,
+        "has a loss_mask of NaN or infinite values, 2 of 20; expected 1 for a label and 0 for none",
     ),
     "fractions": ({"token_ids": torch.arange(N) + 0.5}, DataError, "has token_ids of type torch.float32"),
     "no last": (
@@ -193,6 +206,43 @@ def test_values_that_cannot_be_are_refused(tmp_path, deep):
         read(tmp_path, deep, ROWS[2])
 
 
+def test_states_that_do_not_begin_with_the_embeddings_are_refused_if_id_0_says_so(tmp_path, deep):
+    write_states(tmp_path, deep, ROWS, (0, 1, 3, 4))
+    read(tmp_path, deep, ROWS[0], (0, 1, 3, 4))
+    write_states(tmp_path, deep, ROWS, (1, 2, 3, 4))
+    said = r"cmpl-0-0.safetensors does not begin with the embeddings, vLLM's id 0 \(relative distance .*, all"
+    with pytest.raises(DataError, match=said) as error:
+        read(tmp_path, deep, ROWS[0], (0, 1, 3, 4))
+    assert "\n" not in str(error.value) and "features.layer_ids=[...]" in str(error.value)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embeddings_are_known_by_the_states_rounding(tmp_path, stored, dtype):
+    """Gemma 3 multiplies them by a factor that is rounded in bf16; states in fp8 share a token's scale."""
+    half, target = (random_target("gemma3_micro", dtype=one, seed=2) for one in ("bfloat16", dtype))
+    weights = {name: one for name, one in target.model.state_dict().items() if "embed_scale" not in name}
+    half.model.load_state_dict(weights, strict=False)
+    ask = OutputRequest("none", hidden=(0, 1, -1))
+
+    def write(ids):
+        files = write_states(tmp_path, half, ROWS, ids, dtype=torch.float16 if stored == "float16" else None)
+        for file in files if stored == "fp8" else []:
+            whole = load_file(file)["hidden_states"].float()
+            scale = whole.abs().amax((1, 2), keepdim=True) / 448
+            changed(file, hidden_states=(whole / scale).to(torch.float8_e4m3fn), hidden_states_scales=scale)
+
+    write((0, 1, 3))
+    with pytest.raises(DataError, match="begins with the embeddings"):
+        read(tmp_path, target, ROWS[0], ask=ask)
+    write((0, 1, 2, 3))
+    read(tmp_path, target, ROWS[0], (0, 1, 2, 3), ask)
+    write((1, 2, 3))
+    read(tmp_path, target, ROWS[0], ask=ask)
+    with pytest.raises(DataError, match="does not begin with the embeddings"):
+        read(tmp_path, target, ROWS[0], (0, 2, 3), OutputRequest("none", hidden=(1, -1)))
+
+
 @pytest.mark.parametrize(
     ("layer_ids", "message"),
     [
@@ -262,15 +312,48 @@ def test_settings_that_do_not_belong_to_an_engine_are_refused(tmp_path):
         FeatureSettings(mode="engine", folder=str(tmp_path)).check_states()
 
 
-def test_the_targets_own_loss_is_logged_once(tmp_path, deep, caplog):
+def test_a_second_file_with_the_same_tokens_is_named(tmp_path, deep, caplog):
     write_states(tmp_path, deep, ROWS, IDS)
-    states = EngineStates(tmp_path, deep)
+    with caplog.at_level("WARNING", logger="longtrain"):
+        EngineStates(tmp_path, deep).expect(ASK)
+        assert not caplog.records
+        write_states(tmp_path, deep, ROWS[:1], IDS, name="later-{}")
+        states = EngineStates(tmp_path, deep)
+        states.expect(ASK)
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line.startswith(f"unused files=1 of {tmp_path}: later-") and len(states) == len(ROWS)
+
+
+def logged(folder, target, caplog):
+    """The log record of `next_token_nats`, the only one, of reading all documents."""
+    states = EngineStates(folder, target)
     states.expect(ASK)
     with caplog.at_level("INFO", logger="longtrain"):
         for ids in ROWS:
             states.read(row_key(torch.tensor(ids), in_words(ASK)), "it")
-    (line,) = [one.getMessage() for one in caplog.records if "next_token_nats" in one.getMessage()]
+    (line,) = [one for one in caplog.records if "next_token_nats" in one.getMessage()]
+    return line
+
+
+def test_the_targets_own_loss_is_logged_once(tmp_path, deep, caplog):
+    write_states(tmp_path, deep, ROWS, IDS)
     ids_T = torch.tensor(ROWS[0])
     last = deep.packed(ids_T, torch.arange(N), (0, N), OutputRequest("none", hidden=(-1,))).hidden[-1]
     nats = float(torch.nn.functional.cross_entropy(deep.head(last)[:-1], ids_T[1:]))
-    assert f"next_token_nats={nats:.3f} (4.575 if" in line
+    line = logged(tmp_path, deep, caplog)
+    assert f"next_token_nats={nats:.3f} (4.575 if" in line.getMessage()
+    assert line.levelname == ("WARNING" if nats >= 4.575 else "INFO")
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_last_state_that_predicts_no_better_than_chance_is_warned_of(tmp_path, deep, caplog, knows):
+    """The state points to the head's row of the next token, or away from it."""
+    for file in write_states(tmp_path, deep, ROWS, IDS):
+        whole = load_file(file)
+        next_TE = deep.head_weight[whole["token_ids"].roll(-1)] / deep.final_norm_weight
+        whole["hidden_states"][:, -1] = next_TE * (3 if knows else -3)
+        changed(file, hidden_states=whole["hidden_states"])
+    line = logged(tmp_path, deep, caplog)
+    assert line.levelname == ("INFO" if knows else "WARNING") and "\n" not in line.getMessage()
+    said = r"usual are 1 to 4, .*: check that the engine .* \(4 in eagle_aux_hidden_state_layer_ids\)"
+    assert bool(re.search(said, line.getMessage())) is not knows

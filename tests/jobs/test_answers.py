@@ -13,18 +13,21 @@ import pytest
 import torch
 
 from longtrain import cli
+from longtrain.data.chat import mask as masks
 from longtrain.data.chat.asked import Asking, Unanswered, WeightedQuestions
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
 from longtrain.data.read import encoder
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.jobs import answers as job
+from longtrain.jobs.answering import batches
 from longtrain.jobs.answering.ahead import Ahead
 from longtrain.jobs.answering.batches import AnswerBatches
 from longtrain.jobs.answering.files import AnswerFiles
 from longtrain.jobs.answering.places import PREFILL_SPEED, Places
+from longtrain.journals import Journal
 from longtrain.targets.loading import load_target, random_target
 from tests.families import usual
 from tests.targets.test_window_layers import shape_of
@@ -654,3 +657,96 @@ def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, answe
     folder, parted = answer_chats(monkeypatch, tmp_path, chats, "shards=2", home="two")
     keys = [sorted(row["key"] for row in some) for some in (answered_whole[1], parted)]
     assert keys[0] == keys[1] and len(list(folder.iterdir())) <= 2
+
+
+def test_speeds_are_told_from_the_start_and_while_places_are_refilled(tmp_path, monkeypatch):
+    told, clock = [], iter(range(100_000))
+
+    class Slow(Fake):
+        """The first prompts come late, and the last answers have few places."""
+
+        def step(self):
+            arrived = list(super().step())
+            told.append(len(arrived))
+            return iter(arrived)
+
+    monkeypatch.setattr(batches.time, "perf_counter", lambda: float(next(clock)))
+    made = answered(tmp_path, Slow(), n=200, batch=8)
+    assert made.tokens_per_s == pytest.approx(made.n_tokens / made.seconds)
+    full = [count for count in told if count >= 7]
+    assert made.steady_tokens_per_s > made.tokens_per_s > 0
+    assert sum(told) == made.n_tokens and len(full) > len(told) / 2
+    few = answered(tmp_path / "few", Fake(), n=3, batch=8)  # all begin before the first token
+    assert few.steady_tokens_per_s > 0
+    none = answered(tmp_path, Fake(), n=3, batch=8)
+    assert none.steady_tokens_per_s == none.tokens_per_s == 0
+
+
+def test_an_answer_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    def full(self, values):
+        raise LongtrainError("the disk is full")
+
+    monkeypatch.setattr(Journal, "append", full)
+    with pytest.raises(LongtrainError, match="the disk is full"):
+        answered(tmp_path, Fake())
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_of_rows_that_cannot_be_written_the_next_call_tells(tmp_path, monkeypatch, failing):
+    """The one after it, or at the end `close`; the others are written."""
+    files, real, calls = AnswerFiles(tmp_path, SETTINGS, part=(0, 1)), Journal.append, iter(range(1, 9))
+
+    def full(self, values):
+        if next(calls) == failing:
+            raise LongtrainError("the disk is full")
+        real(self, values)
+
+    monkeypatch.setattr(Journal, "append", full)
+    first, second, third = prompts(3)
+    files.add(first, [], tokens=1, finish="stop_id")
+    files._writing[0].exception()  # written, or not
+    with pytest.raises(LongtrainError, match="disk is full") if failing == 1 else nullcontext():
+        files.add(second, [], tokens=1, finish="stop_id")
+    if failing == 1:
+        files.add(third, [], tokens=1, finish="stop_id")
+    with pytest.raises(LongtrainError, match="disk is full") if failing == 2 else nullcontext():
+        files.close()
+    assert len(content(tmp_path).splitlines()) == 1
+
+
+def test_processes_make_the_prompts_of_one_process(tmp_path, chats):
+    (tmp_path / "books").mkdir()
+    for number in range(5):
+        words = " ".join(f"Page {page} of book {number}." for page in range(200))
+        (tmp_path / "books" / f"{number}.txt").write_text(words)
+    sources = [{"text": str(tmp_path / "books"), "prompts": 3}, {"conversations": str(chats)}]
+    tokenizer = load_target("tiny").tokenizer
+    questions = {"text": WeightedQuestions(("A?", "B?", "C?"), (1, 2, 3))}
+
+    def asked(workers):
+        config = DataConfig.parse({"name": "x", "sources": sources, "tokenise_workers": workers})
+        options = {"turns": (1, 3), "answer_tokens": 9}
+        asking = Asking(config, tokenizer, 300, (20, 400), questions, {"seed": 1}, **options)
+        return [(one.key, one.name, one.more, one.ids_T.tolist()) for one in asking.prompts()], asking.counts
+
+    made = asked(0)
+    assert made == asked(2) and made[1]["prompts"] > 15 and made[1]["long"] == 0
+
+
+def test_an_error_of_a_document_comes_after_its_prompts(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(" ".join(f"Page {page} of a book." for page in range(300)))
+    config = DataConfig.parse({"name": "x", "sources": [{"text": str(tmp_path / "a.txt"), "prompts": 4}]})
+    tokenizer, questions = load_target("tiny").tokenizer, {"text": WeightedQuestions(("A?",), (1,))}
+    real, calls, got = masks.render_prompt, [], []
+
+    def refuses(*args, **options):
+        calls.append(args)
+        if len(calls) == 4:  # the question alone, two pieces, and the third
+            raise DataError("the template refuses it")
+        return real(*args, **options)
+
+    monkeypatch.setattr(masks, "render_prompt", refuses)
+    with pytest.raises(DataError, match="refuses it"):
+        for one in Asking(config, tokenizer, 300, (20, 60), questions, {}).prompts():
+            got.append(one.name)
+    assert len(got) == 2

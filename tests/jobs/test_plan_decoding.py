@@ -104,6 +104,10 @@ def test_plain_decoding_needs_a_target_alone(composed, capsys):
     [
         (["select.dense_layers=[0]", "method=specontext"], "select.dense_layers=.* leave it out"),
         (["target.path=null", "target.shape=big"], "target.shape=big; allowed: one of llama_micro"),
+        (
+            ["target=gemma3_270m", "target.path=null", "target.shape.windows.layers=19"],
+            "windows.layers=19; allowed: 1 to n_layers=18",
+        ),
         (["gpu=B200"], "gpu=B200; known: H100"),
         (["contexts=[1m]"], "16384 positions"),
         (["batch=0"], "batch=0"),
@@ -165,6 +169,17 @@ def test_windows_of_a_text_model_within_a_model_of_images_too(composed, capsys, 
     )
     info, _ = target_shape(cfg.target)
     assert info.layer(0).rope != info.rope and source_layer(LongSpec(), info) == 5
+
+
+@pytest.mark.parametrize("target", ["gpt_oss_20b", "shape"])
+def test_a_published_shape_has_its_windows(composed, capsys, target):
+    """By the target's own settings, and by the name of a shape: half of the layers store 255 entries."""
+    named = ["target=llama31_8b", "target.path=null", "target.shape=gpt_oss_20b"]
+    words = named if target == "shape" else [f"target={target}", "target.path=null"]
+    plan.run(composed("plan", *words))
+    gib = 2 * 2 * 8 * 64 * 12 * (255 + 131072) / 2**30
+    said = f"12 of 24 layers see the last 128 tokens; they store 255 entries, and all layers then {gib:.3g}"
+    assert said in capsys.readouterr().out
 
 
 def test_a_target_without_a_path_is_called_as_its_shape(composed, capsys):

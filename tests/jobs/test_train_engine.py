@@ -10,7 +10,7 @@ import pytest
 import torch
 from byte_tokens import byte_tokenizer
 from engine_files import write_states
-from helpers import token_ids
+from helpers import token_ids, without_layers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.artifact import Artifact
@@ -136,14 +136,35 @@ def test_it_is_exported_without_the_target_and_attached_to_it(
     target = load_target(four_layers)
     artifact = Artifact.load(tmp_path / "checkpoints/one")
     assert artifact.verified and len(artifact.verification.checks) == 1
-    assert {*artifact.golden.inputs} == {"hidden_0", "hidden_1", "hidden_2"}
+    assert {*artifact.golden.inputs} == {"hidden_0", "hidden_1", "hidden_2", "hidden_-1"}
     prompt = token_ids(40, vocab=256, seed=3)
     plain = Engine(target).generate(prompt, max_new_tokens=24, ignore_eos=True)
     place = tmp_path / ("checkpoints/one" if form is None else f"checkpoints/one-{form}")
     drafted = Engine(target, Artifact.load(place, unverified=form is not None).attach(target))
     assert drafted.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens == plain.tokens
     if form is None:
-        assert len(artifact.golden.measure(artifact._parts, target)) == 1 + 3 + 1
+        assert len(artifact.golden.measure(artifact._parts, target)) == 1 + 4 + 1
+
+
+def test_a_draft_of_the_ends_of_a_target_with_windows_attaches_to_the_whole(losses, words, rows, tmp_path):
+    """Gemma 3 without the files of its layers: windows, two rotary tables, GELU; then all of its files."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    keys = {"vocab_size": 256, "num_hidden_layers": 4, "layer_types": kinds, "eos_token_id": None}
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**SHAPES["gemma3_micro"], **keys}), dtype=torch.float32
+    )
+    made.save_pretrained(tmp_path / "whole")
+    byte_tokenizer().save_pretrained(tmp_path / "whole")
+    part, target = without_layers(tmp_path / "whole", tmp_path / "part"), load_target(tmp_path / "whole")
+    write_states(tmp_path / "states", target, rows, LAYER_IDS)
+    losses("one", f"target.path={part}", "features=engine", "method.start_mlp=random")
+    export.run(words("export", "one", f"target.path={part}"))
+    artifact, prompt = Artifact.load(tmp_path / "checkpoints/one"), token_ids(40, vocab=256, seed=3)
+    plain = Engine(target).generate(prompt, max_new_tokens=24, ignore_eos=True)
+    drafted = Engine(target, artifact.attach(target))
+    assert drafted.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens == plain.tokens
+    assert artifact.golden.measure(artifact._parts, target)
 
 
 def test_states_that_were_moved_are_found_where_the_export_is_told(losses, words, states, tmp_path):
@@ -164,6 +185,30 @@ def test_states_of_other_layers_are_found_once_the_target_is_at_hand(
     export.run(words("export", "one"))
     with pytest.raises(ArtifactError, match=r"golden outputs are not reproduced by the target's hidden_[12]"):
         Artifact.load(tmp_path / "checkpoints/one").attach(load_target(four_layers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", [EAGLE3, ("method=dspark", "method.block_size=4", "method.mask_token=7")])
+def test_a_last_state_of_another_layer_is_found_once_the_target_is_at_hand(
+    losses, words, rows, four_layers, tmp_path, dtype, method
+):
+    """An engine that was given [1,2,3] in place of [1,2,4]: the draft reads the right layers."""
+    target, reads = load_target(four_layers, dtype=dtype), (*method, "method.layers=[0,1]")
+    said = r"are not reproduced by the target's hidden_-1: .*; it was trained on an engine's states: "
+    for name, ids in (("right", (1, 2, 4)), ("wrong", (1, 2, 3))):
+        write_states(tmp_path / "states", target, rows, ids)
+        losses(name, "features=engine", "trainer.max_steps=2", f"target.dtype={dtype}", method=reads)
+        export.run(words("export", name, f"target.dtype={dtype}"))
+        artifact = Artifact.load(tmp_path / "checkpoints" / name)
+        if name == "right":
+            artifact.attach(target)
+            continue
+        with pytest.raises(ArtifactError, match=said) as error:
+            artifact.attach(target)
+        assert "\n" not in str(error.value)
+        marked = Artifact.load(tmp_path / "checkpoints" / name, unverified=True)
+        marked.attach(target)
+        assert len(marked.verification.faults) == 1
 
 
 def test_documents_that_the_engine_lacks_or_has_cut_are_named_before_the_first_step(
@@ -247,7 +292,7 @@ def test_states_in_bf16_allow_for_their_rounding_and_not_for_more(
         "features.layer_ids=[0,1,2,4]",
         "method.layers=[0,1]",
     )
-    write_states(tmp_path / "states", half, rows, (1, 2, 3, 4))
+    write_states(tmp_path / "states", half, rows, (0, 2, 3, 4))
     export.run(words("export", "two", f"target.dtype={exported}"))
     with pytest.raises(ArtifactError, match=r"the target's hidden_[01]"):
         Artifact.load(tmp_path / "checkpoints/two").attach(load_target(four_layers, dtype=loaded))

@@ -113,12 +113,12 @@ def test_without_a_gradient_the_logits_stay():
     assert torch.equal(logits, before) and (pairs.value_JB > 0).all()
 
 
-@pytest.mark.parametrize("ce_share", [0.0, 1 / 19, 1.0])
+@pytest.mark.parametrize("ce_share", [0.0, 1 / 19, 1.0, None], ids=lambda x: "hybrid" if x is None else None)
 @pytest.mark.parametrize(
     ("B", "V", "dtype"), [(5, 37, torch.float32), (3, 2500, torch.float32), (4, 300, torch.bfloat16)]
 )
 def test_the_loss_of_blocks_as_fp64_and_as_the_reference(B, V, dtype, ce_share, monkeypatch):
-    """`ce_tv` over one vocabulary; one position is missing, in one both choose the same token."""
+    """`ce_tv` and `lk_hybrid` over one vocabulary; one position is missing, in one both agree."""
     gen = torch.Generator().manual_seed(B)
     teacher_logits, logits = torch.randn(2, B, V, generator=gen).mul(2).to(dtype)
     # the same token is most likely, and no probability is equal, where the gradient is not unique
@@ -133,7 +133,10 @@ def test_the_loss_of_blocks_as_fp64_and_as_the_reference(B, V, dtype, ce_share, 
         hit = torch.ones(1, B, dtype=torch.bool)
         pairs = module.DraftPairs(rows, weights.to(wide), outputs[0], hit, labels, outputs[1])
         teacher = module.teacher_of(teacher_logits.to(kind), None)
-        module.draft_passes(mine, teacher, None, pairs, objective="ce_tv", gradient=True, ce_share=ce_share)
+        settings = {"objective": "ce_tv", "ce_share": ce_share}
+        if ce_share is None:
+            settings = {"objective": "lk_hybrid", "kl_decay": 1.7}
+        module.draft_passes(mine, teacher, None, pairs, gradient=True, **settings)
         return [x.double() for x in (outputs[0], outputs[1], hit, mine)]
 
     got, exact = run(dtype), run(torch.float64)

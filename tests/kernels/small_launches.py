@@ -44,6 +44,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.kernels import hierarchical, importance, tree_attention
 from longtrain.kernels.anchored import anchored_attention
+from longtrain.kernels.block_sums import block_sums
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.kernels.entry_moves import Programs, move_entries
 from longtrain.kernels.entry_scores import entry_scores
@@ -51,6 +52,7 @@ from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
+from longtrain.kernels.own_keys import OwnKeys, merge, merge_backward
 from longtrain.kernels.suffix_match import longest_match
 from longtrain.kernels.top_entries import choose_entries
 from longtrain.methods.policies.adakv import AdaKV
@@ -211,6 +213,20 @@ def _blocks(D, heads, rows, window):
     anchored_attention(q, own, keys, starts, anchors, scale=0.1, window=window).float().sum().backward()
 
 
+def merges() -> Jobs:
+    """Own keys of queries that fill no tile, some of them unseen."""
+    for T, D, keys in ((37, 64, 3), (5, 40, 1), (70, 256, 8)):
+        yield partial(_merge, T, D, keys)
+
+
+def _merge(T, D, keys):
+    k, v = (torch.randn(keys, T, 2, D, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    own = OwnKeys(k, v, torch.rand(keys, T, device=DEVICE) < 0.6)
+    q, out, grad, dq = (torch.randn(T, 6, D, device=DEVICE, dtype=DTYPE) for _ in range(4))
+    out, lse = merge(q, out, torch.randn(T, 6, device=DEVICE), own, scale=0.1)
+    merge_backward(grad, q, out, lse, own, dq, scale=0.1)
+
+
 def moves() -> Jobs:
     """Rows at both ends of both blocks, either of them in pages or on the host."""
     for paged in ("", "goal", "source"):
@@ -230,6 +246,13 @@ def choices() -> Jobs:
         yield partial(_choice, kind)
     for sets, keys, heads, dim in ((4, 2, 2, 64), (2, 2, 3, 40)):
         yield partial(_entry_scores, sets, keys, heads, dim)
+    for tokens in (3, 512, 4999):
+        yield partial(_block_sums, tokens)
+
+
+def _block_sums(tokens):
+    weight_BV = torch.rand(3, tokens, device=DEVICE)
+    block_sums(weight_BV, weight_BV.amax(-1, keepdim=True).double() / 2**40)
 
 
 def _choice(kind):
@@ -349,7 +372,20 @@ def _text(name, shape, fused, *, evicts=False):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, blocks, moves, choices, changes, matches, laws, linears)
+PARTS = (
+    trees,
+    hierarchies,
+    quantisers,
+    scores,
+    blocks,
+    merges,
+    moves,
+    choices,
+    changes,
+    matches,
+    laws,
+    linears,
+)
 PARTS += (texts,)
 
 

@@ -114,8 +114,9 @@ def test_the_kernels_equal_the_reference_on_a_gpu(objective, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_loss_of_blocks_equals_the_reference_on_a_gpu(monkeypatch):
-    """Cross-entropy and accepted share over one vocabulary: values to 1e-4, gradients to bf16's rounding."""
+@pytest.mark.parametrize("objective", ["ce_tv", "lk_hybrid"])
+def test_the_loss_of_blocks_equals_the_reference_on_a_gpu(monkeypatch, objective):
+    """Losses and accepted share over one vocabulary: values to 1e-4, gradients to bf16's rounding."""
     gen = torch.Generator("cuda").manual_seed(1)
     B, V = 65, 128256
     teacher_logits = torch.randn(B, V, generator=gen, device="cuda").mul(3).bfloat16()
@@ -133,7 +134,8 @@ def test_the_loss_of_blocks_equals_the_reference_on_a_gpu(monkeypatch):
             torch.zeros_like(labels), weights, outputs[0], labels < 0, labels, outputs[1]
         )
         teacher = draft_loss.teacher_of(teacher_logits, None)
-        draft_loss.draft_passes(mine, teacher, None, pairs, objective="ce_tv", gradient=True, ce_share=0.05)
+        settings = {"objective": objective, "ce_share": 0.05, "kl_decay": 3.0, "gradient": True}
+        draft_loss.draft_passes(mine, teacher, None, pairs, **settings)
         found.append((pairs.value_JB, pairs.accept_JB, pairs.hit_JB, mine.float()))
     (value, accept, hits, grad), (exact_value, exact_accept, exact_hits, exact_grad) = found
     torch.testing.assert_close(value, exact_value, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from longtrain.kernels.attention import flash
 from longtrain.kernels.attention import packed as kernel
-from longtrain.kernels.attention.packed import packed_attention
+from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from tests.kernels import plain_attention as reference
 
 CALLS = []
@@ -106,6 +106,17 @@ def test_segments_reach_the_operators_and_come_back(case, frozen):
     near = 1e-6 if frozen else 1e-12  # the blocks' dQ add up in fp32
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_of_exponentials_are_those_of_the_plain_pass(case, monkeypatch):
+    q_bounds, k_bounds, window = CASES[case]
+    q, k, _ = tensors(q_bounds, k_bounds)
+    got = packed_lse(q, k, q_bounds, k_bounds, scale=0.3, window=window)
+    assert len(CALLS) == 1
+    monkeypatch.setattr(kernel, "flash_serves", lambda q, k: False)
+    expected = packed_lse(q, k, q_bounds, k_bounds, scale=0.3, window=window)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_a_frozen_memory_is_gone_over_in_blocks_and_a_trained_one_is_not():

@@ -4,7 +4,7 @@ import torch
 from longtrain.errors import DataError
 from longtrain.kernels.attention import flash
 from longtrain.kernels.attention import packed as kernel
-from longtrain.kernels.attention.packed import packed_attention
+from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.segments import joined, segments, spread
 from tests.kernels import plain_attention as reference
 
@@ -128,6 +128,9 @@ def test_flash_equals_the_reference(case, dim):
     out = packed_attention(*halves, q_bounds, k_bounds, **args)
     expected = reference.packed_attention(*wides, q_bounds, k_bounds, **args)
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    bounds = q_bounds, k_bounds
+    lse = packed_lse(*halves[:2], *bounds, **args)  # the other one takes the plain pass, for it is fp32
+    torch.testing.assert_close(lse, packed_lse(*wides[:2], *bounds, **args), atol=1e-3, rtol=1e-3)
     if not out.requires_grad:
         assert not expected.any()
         return

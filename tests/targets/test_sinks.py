@@ -14,12 +14,14 @@ from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConflictError, TargetMismatchError
+from longtrain.kernels.attention.sinks import with_sinks
 from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.magicdec.choice import ScoredEntries
 from longtrain.methods.policies.h2o import H2O
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.methods.sparse.config import Config
 from longtrain.methods.sparse.rules import attention
-from longtrain.targets.attention import with_sinks
+from longtrain.methods.sparse.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.families import usual
@@ -169,6 +171,30 @@ def test_selection_by_attention_has_the_sinks_denominator():
         found = attention(target, layer, *seen[layer], torch.tensor([30]))
         expected = of_layer[:, :, -1].unflatten(1, (2, -1)).sum(2)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_landmarks_are_scored_as_keys_of_their_chunk_beside_the_sink():
+    """ShadowKV's share of a chunk: every key replaced by its chunk's mean, one softmax with the sink."""
+    target, gen = gpt_oss(FULL, 128), torch.Generator().manual_seed(0)
+    target.model.model.layers[1].self_attn.scaling = 0.4
+    H, G, D = 4, 2, 16
+    q_BHD, k_BGSD = (
+        torch.randn(1, *size, dtype=torch.float64, generator=gen) for size in ((H, D), (G, 24, D))
+    )
+    keys = {"budget_tokens": 14, "sinks": 2, "window": 4, "every": 5}
+    parts = SPEC.attach(None, target, Config("shadowkv", chunk=4, outliers=0.0), keys)
+    cache = Engine(target, parts).new_cache(1, 24, 1)
+    parts.selector.start(torch.zeros(1, 24, dtype=torch.int64), torch.tensor([24]), None, cache)
+    found_GS = parts.selector.scores(1, q_BHD, k_BGSD, torch.tensor([24]))[0]
+    means_GSD = k_BGSD[0].unflatten(1, (6, 4)).mean(2).repeat_interleave(4, 1)
+    shares = []
+    for head in range(H):
+        scores_S = means_GSD[head // 2] @ q_BHD[0, head] * 0.4
+        column = target.sinks(1)[head].double()[None]
+        shares.append(torch.cat((scores_S, column)).softmax(0)[:24] * 4)
+    expected_GS = torch.stack(shares).unflatten(0, (G, 2)).amax(1).float()
+    torch.testing.assert_close(found_GS, expected_GS, rtol=1e-6, atol=1e-9)
 
 
 def test_sums_of_exponentials_take_sinks_in():

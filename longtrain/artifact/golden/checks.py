@@ -11,6 +11,11 @@ FAR = 1e9
 
 ADVICE = "unverified=true runs it all the same and marks every result"
 
+OTHER_STATES = (
+    "; it was trained on an engine's states: if the target's hidden states differ (-1: the last layer's), "
+    "the engine wrote other layers or ran another target; have it write them again, and train again"
+)
+
 
 @dataclass(frozen=True)
 class Check:

@@ -61,6 +61,9 @@ SCRIPTED = CYCLES * (ACCEPTED + 1) + DEPTH - ACCEPTED
 LOWEST = -25.0
 """Lower bound to which log-probabilities and a selector's scores are clamped before the comparison (nats)."""
 
+LAST = "hidden_-1"
+"""Input of the LM head. Stored if another program computed the draft's inputs: training read it as well."""
+
 FIRST = 2
 """Fewest first layers whose tensors are stored for an evictor; the second depends on all of the first."""
 
@@ -81,8 +84,8 @@ class Kind:
         near: name of the outputs in fp32 on stored inputs.
         whole: name of the outputs with the whole target; equal to `near` if all layers' inputs are stored.
         prompt: (target info, requested length) -> the tensors of `tokens`.
-        ask: (module, target, its forward, own tensors) -> outputs, and the target's tensors that the module
-            read.
+        ask: (module, target, its forward, stored tensors: own and inputs) -> outputs, and the target's
+            tensors that the module read.
         distance: (outputs, stored outputs) -> relative distances.
         layers: target info -> number of first layers whose tensors are stored; None: all layers.
         choice: name of the chosen entries; empty: the kind has no choice.
@@ -196,15 +199,19 @@ class _ForcedRng:
 
 @torch.no_grad()
 def _ask_draft(
-    draft: Draft, target: Target, forward: Forward, own: Mapping[str, Tensor]
+    draft: Draft, target: Target, forward: Forward, stored: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-distribution at each forced token at temperature 1: logq_CDV (nats).
+
+    The LM head's input, which no draft reads, is returned among the inputs too if it is stored (`LAST`).
 
     Raises:
         ArtifactError: the draft does not sample its tokens with the generator it is given.
     """
-    device, expected = target.device, replace(draft.outputs, logits="none")
-    ids_BT, roots_C, drafts_CD = own["ids_T"][None].to(device), own["roots_C"].to(device), own["drafts_CD"]
+    asked = tuple(dict.fromkeys((*draft.outputs.hidden, *((-1,) if LAST in stored else ()))))
+    device, expected = target.device, replace(draft.outputs, logits="none", hidden=asked)
+    ids_BT, roots_C = stored["ids_T"][None].to(device), stored["roots_C"].to(device)
+    drafts_CD = stored["drafts_CD"]
     length, depth = ids_BT.shape[1], drafts_CD.shape[1]
     total = length + len(roots_C) * (ACCEPTED + 1)
     cache: Any = _NotingCache(target.plain_cache(1, total, depth + 1))
@@ -273,7 +280,7 @@ class _FirstLayers:
 
 @torch.no_grad()
 def _ask_evictor(
-    evictor: Any, target: Target, forward: Forward, own: Mapping[str, Tensor]
+    evictor: Any, target: Target, forward: Forward, stored: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the importance of each token: scores_LGT.
 
@@ -282,7 +289,7 @@ def _ask_evictor(
     """
     if not isinstance(evictor, Scorer):
         raise ArtifactError(f"golden scores need an evictor with scores; {type(evictor).__name__} has none")
-    ids_BT, length = own["ids_T"][None].to(target.device), len(own["ids_T"])
+    ids_BT, length = stored["ids_T"][None].to(target.device), len(stored["ids_T"])
     n_B, pos_BT = torch.tensor([length]).to(ids_BT), torch.arange(length, device=target.device)[None]
     cache = target.plain_cache(1, length, 0)
     hook = _FirstLayers(cast(Any, evictor).hook([length]), _first_layers(target.info))
@@ -305,14 +312,14 @@ def _keep(evictor: Scorer, scores_LGT: Tensor, info: TargetInfo) -> Tensor:
 
 @torch.no_grad()
 def _ask_selector(
-    selector: Selector, target: Target, forward: Forward, own: Mapping[str, Tensor]
+    selector: Selector, target: Target, forward: Forward, stored: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the scores that the last token assigns to the KV entries before it: scores_XS.
 
     A selector that scores before the forward reads hidden states of those tokens; one that scores within each
     layer reads their keys and the last token's queries.
     """
-    ids_BT, S = own["ids_T"][None].to(target.device), len(own["ids_T"]) - 1
+    ids_BT, S = stored["ids_T"][None].to(target.device), len(stored["ids_T"]) - 1
     queries: list[Tensor] = []
     read: dict[str, Tensor] = {}
 

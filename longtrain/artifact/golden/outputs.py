@@ -72,7 +72,8 @@ class Golden:
         kind: the kind of outputs, by the module's role in an engine.
         own: the prompt's tokens, the module's outputs and the chosen entries, under the names of `kind.own`.
         inputs: the target's tensors that the module reads: `k_LAYER` and `v_LAYER` [S, G, K], `q_LAYER`
-            [S, H, K], `hidden_LAYER` and `input_LAYER` (of a layer's attention) [S, E].
+            [S, H, K], `hidden_LAYER` and `input_LAYER` (of a layer's attention) [S, E]; and the LM head's
+            input `hidden_-1` [S, E] if another program computed them.
         dtype: the target's dtype when they were recorded, e.g. `bfloat16`.
         noise: relative rounding error in that dtype of each input and of the outputs (`OUTPUTS`); empty if
             the dtype is not in `HALF`, and of the outputs alone if another program computed the inputs.
@@ -197,7 +198,8 @@ class Golden:
     def _on_target(self, attach: Attach, target: Any, told: Mapping[str, Tensor] | None = None) -> Found:
         """Run the module on a target, or on `told` states; return outputs and tensors read, on the CPU."""
         forward = target.forward if told is None else StoredForward(target, told)
-        output, read = self.kind.ask(self._part(attach, target), target, forward, self.own)
+        stored = self.own | dict(self.inputs if told is None else told)
+        output, read = self.kind.ask(self._part(attach, target), target, forward, stored)
         return output.float().cpu(), {name: tensor.cpu().contiguous() for name, tensor in read.items()}
 
     def _on_stored(self, attach: Attach, target: Target) -> Tensor:
@@ -210,7 +212,7 @@ class Golden:
         if self.kind.layers is not None:
             view.info = replace(target.info, n_layers=self.kind.layers(target.info))
         forward = StoredForward(view, self.inputs)
-        output, read = self.kind.ask(self._part(attach, view), view, forward, self.own)
+        output, read = self.kind.ask(self._part(attach, view), view, forward, self.own | self.inputs)
         if missing := [name for name in read if name not in self.inputs]:
             raise ArtifactError(
                 f"the {self.kind.role} reads {missing[0]} of the target, which the artifact does not hold; "

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,12 +74,127 @@ class WeightedQuestions:
         return [self.texts[index] for index in at.tolist()]
 
 
+class Made(NamedTuple):
+    """What one document gave.
+
+    Args:
+        prompts: its prompts.
+        left_out: numbers of prompts left out, as in `Asking.counts`.
+        error: why there are no more of them; None: these are all.
+    """
+
+    prompts: list[Unanswered]
+    left_out: Counter[str]
+    error: DataError | None
+
+
+@dataclass(frozen=True)
+class DocumentPrompts:
+    """Makes the prompts of a document: a function of it and of these values, in whatever process.
+
+    Args:
+        config: the mixture, whose `prompt_tokens` bound the pieces of running text.
+        room: most tokens of a prompt; longer ones are left out.
+        questions: text kind -> questions on text of this kind; `text` serves all other kinds.
+        around: text kind -> tokens of its longest question without a piece of text.
+        salt: what determines an answer besides the prompt; hashed into each key.
+        turns: fewest and most questions on a piece, one after the other; fewer if the context is full.
+        answer_tokens: most tokens of an answer.
+        pieces: most pieces of a document.
+    """
+
+    config: DataConfig
+    room: int
+    questions: Mapping[str, WeightedQuestions]
+    around: Mapping[str, int]
+    salt: Mapping[str, Any]
+    turns: tuple[int, int]
+    answer_tokens: int
+    pieces: int
+
+    def __call__(self, tokenizer: Any, document: Document, ids_T: np.ndarray | None) -> Made:
+        """Return a document's prompts; `ids_T`: all tokens of its text, None for a conversation."""
+        made = Made([], Counter(), None)
+        of = self._conversation(tokenizer, document, made.left_out)
+        if document.messages is None and ids_T is not None:
+            of = self._about(tokenizer, document, ids_T, made.left_out)
+        try:
+            for asked in of:
+                made.prompts.append(asked)
+        except DataError as error:
+            return made._replace(error=error)
+        return made
+
+    def _conversation(
+        self, tokenizer: Any, document: Document, left_out: Counter[str]
+    ) -> Iterator[Unanswered]:
+        """Yield a conversation up to its last answer."""
+        turns = [{key: turn[key] for key in ("role", "content")} for turn in document.messages or ()]
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        if not turns or turns[-1]["role"] != "user":
+            left_out["unasked"] += 1
+            return
+        yield from self._fitting(tokenizer, (document.name, document.kind), turns, left_out)
+
+    def _about(
+        self, tokenizer: Any, document: Document, ids_T: np.ndarray, left_out: Counter[str]
+    ) -> Iterator[Unanswered]:
+        """Yield pieces of running text, each with a question."""
+        asked = document.kind if self.questions.get(document.kind) else "text"
+        own, each = self.questions[asked], self.around[asked] + SLACK
+        bos = tokenizer.bos_token_id
+        pieces = cut_text(document, ids_T, self.config, count=self.pieces, limit=self.room - each, bos=bos)
+        empty = True
+        for piece in pieces:
+            empty = False
+            text = tokenizer.decode(piece.ids_T.tolist(), skip_special_tokens=True).strip()
+            draw = hashlib.sha256(f"{self.config.seed}:{piece.document.name}".encode()).digest()
+            rng = np.random.default_rng(list(draw[:8]))
+            question, *more = own.draw(rng, int(rng.integers(self.turns[0], self.turns[1] + 1)))
+            first = [_user(f"{text}\n\n{question}")]
+            names = piece.document.name, document.kind
+            yield from self._fitting(tokenizer, names, first, left_out, more, each)
+        left_out["short"] += empty
+
+    def _fitting(
+        self,
+        tokenizer: Any,
+        names: tuple[str, str],
+        messages: list[Message],
+        left_out: Counter[str],
+        more: Sequence[str] = (),
+        each: int = 0,
+    ) -> Iterator[Unanswered]:
+        """Yield a conversation, unless it is longer than the room, with as many more questions as fit.
+
+        Args:
+            tokenizer: the target's.
+            names: its name and text kind.
+            messages: its turns.
+            left_out: counts of what is left out.
+            more: further questions.
+            each: most tokens of one of them.
+        """
+        ids_T = masks.render_prompt(tokenizer, messages, name=names[0])
+        if len(ids_T) > self.room:
+            left_out["long"] += 1
+            return
+        if more:
+            more = tuple(more[: (self.room - len(ids_T)) // (each + self.answer_tokens)])
+        salt = json.dumps({**self.salt, "more": more} if more else dict(self.salt), sort_keys=True)
+        key = hashlib.sha256(salt.encode() + ids_T.astype("<i8").tobytes()).hexdigest()
+        ids_T = ids_T.astype(np.int32)
+        yield Unanswered(*names, tuple(messages), ids_T, key, tuple(more), len(more) * each)
+
+
 @dataclass
 class Asking:
     """Makes prompts of a mixture's documents.
 
     A conversation is asked up to its last answer. Running text is cut at random places (`cut_text`), and a
-    question on it follows. Both are functions of the seed and the document's name. A prompt is asked once.
+    question on it follows. Both are functions of the seed and the document's name, so that the processes that
+    tokenise make the prompts too. A prompt is asked once.
 
     Args:
         config: the mixture; sources for validation are left out.
@@ -106,8 +221,6 @@ class Asking:
     answer_tokens: int = 0
     stopping: Callable[[], bool] = lambda: False
     counts: Counter[str] = field(default_factory=Counter)
-    _around: dict[str, int] = field(default_factory=dict)
-    """Text kind -> tokens of its longest question without a piece of text."""
 
     def prompts(self) -> Iterator[Unanswered]:
         """Yield the prompts in the same order in each run: one of each source in turn, as long as it has any.
@@ -129,10 +242,11 @@ class Asking:
                 f"data '{self.config.name}' has no source of text or conversations with a path to ask the "
                 "target about; pass e.g. data=conversations data.conversations=PATH"
             )
+        writer = self._writer()
         seen: set[bytes] = set()
         workers = self.config.tokenise_workers
         with Encoder(self.tokenizer, workers=workers, sharing=self.sharing) as encoder:
-            for asked in _in_turn([self._of_source(source, encoder) for source in sources]):
+            for asked in _in_turn([self._of_source(source, writer, encoder) for source in sources]):
                 if (key := bytes.fromhex(asked.key)[:16]) in seen:
                     self.counts["twice"] += 1
                     continue
@@ -140,20 +254,48 @@ class Asking:
                 self.counts["prompts"] += 1
                 yield asked
 
-    def _of_source(self, source: SourceConfig, encoder: Encoder) -> Iterator[Unanswered]:
+    def _writer(self) -> DocumentPrompts:
+        """Return what makes the prompts of a document; the questions are rendered once, here."""
+        around = {
+            kind: max(
+                len(masks.render_prompt(self.tokenizer, [_user(f"\n\n{one}")], name=f"ask.{kind}"))
+                for one in own.texts
+            )
+            for kind, own in self.questions.items()
+        }
+        return DocumentPrompts(
+            replace(self.config, prompt_tokens=self.document_tokens, answer_tokens=1),
+            self.room,
+            self.questions,
+            around,
+            self.salt,
+            self.turns,
+            self.answer_tokens,
+            pieces=1,
+        )
+
+    def _of_source(
+        self, source: SourceConfig, writer: DocumentPrompts, encoder: Encoder
+    ) -> Iterator[Unanswered]:
         """Yield the prompts of one source in the order of its documents.
 
         Batches are small, so that the first prompts do not wait for much text to be tokenised.
         """
-        found = inputs(source)
+        found = inputs(source, hashed=False)
         stream = batches(documents(source, found, self._report(found), answered=False), SLICE_CHARS)
-        for batch, texts in encoder.batches(stream):
+        own = replace(writer, pieces=max(1, source.prompts))
+        for batch, made in encoder.batches(stream, each=own):
             for document in batch:
                 if self.stopping():
                     return
                 self.counts["documents"] += 1
-                ids_T = None if document.text is None else next(texts)
-                yield from self._of(document, ids_T, source)
+                if document.text is None and document.messages is None:
+                    continue
+                prompts, left_out, error = next(made)
+                self.counts.update(left_out)
+                yield from prompts
+                if error is not None:
+                    raise error
 
     def _report(self, found: Mapping[str, Any]) -> Any:
         """Return the function that is called with the error of a file or row that cannot be read."""
@@ -162,74 +304,6 @@ class Asking:
             self.counts["bad"] += 1
 
         return skip if found.get("packages") or self.config.on_error == "skip" else refuse
-
-    def _of(self, document: Document, ids_T: np.ndarray | None, source: SourceConfig) -> Iterator[Unanswered]:
-        """Yield a document's prompts."""
-        if document.messages is not None:
-            turns = [{key: turn[key] for key in ("role", "content")} for turn in document.messages]
-            while turns and turns[-1]["role"] == "assistant":
-                turns.pop()
-            if not turns or turns[-1]["role"] != "user":
-                self.counts["unasked"] += 1
-                return
-            yield from self._fitting(document.name, document.kind, turns)
-        elif ids_T is not None:
-            yield from self._about(document, ids_T, source)
-
-    def _about(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> Iterator[Unanswered]:
-        """Yield pieces of running text, each with a question."""
-        asked = document.kind if self.questions.get(document.kind) else "text"
-        own = self.questions[asked]
-        if asked not in self._around:
-            around = (len(self._ids([_user(f"\n\n{one}")], document.name)) for one in own.texts)
-            self._around[asked] = max(around)
-        limit = self.room - self._around[asked] - SLACK
-        config = replace(self.config, prompt_tokens=self.document_tokens, answer_tokens=1)
-        pieces = cut_text(
-            document,
-            ids_T,
-            config,
-            count=max(1, source.prompts),
-            limit=limit,
-            bos=self.tokenizer.bos_token_id,
-        )
-        empty = True
-        for piece in pieces:
-            empty = False
-            text = self.tokenizer.decode(piece.ids_T.tolist(), skip_special_tokens=True).strip()
-            draw = hashlib.sha256(f"{self.config.seed}:{piece.document.name}".encode()).digest()
-            rng = np.random.default_rng(list(draw[:8]))
-            question, *more = own.draw(rng, int(rng.integers(self.turns[0], self.turns[1] + 1)))
-            first = [_user(f"{text}\n\n{question}")]
-            each = self._around[asked] + SLACK
-            yield from self._fitting(piece.document.name, document.kind, first, more, each)
-        self.counts["short"] += empty
-
-    def _fitting(
-        self, name: str, kind: str, messages: list[Message], more: Sequence[str] = (), each: int = 0
-    ) -> Iterator[Unanswered]:
-        """Yield a conversation, unless it is longer than the room, with as many more questions as fit.
-
-        Args:
-            name: its name.
-            kind: text kind.
-            messages: its turns.
-            more: further questions.
-            each: most tokens of one of them.
-        """
-        ids_T = self._ids(messages, name)
-        if len(ids_T) > self.room:
-            self.counts["long"] += 1
-            return
-        if more:
-            more = tuple(more[: (self.room - len(ids_T)) // (each + self.answer_tokens)])
-        salt = json.dumps({**self.salt, "more": more} if more else dict(self.salt), sort_keys=True)
-        key = hashlib.sha256(salt.encode() + ids_T.astype("<i8").tobytes()).hexdigest()
-        ids_T = ids_T.astype(np.int32)
-        yield Unanswered(name, kind, tuple(messages), ids_T, key, tuple(more), len(more) * each)
-
-    def _ids(self, messages: list[Message], name: str) -> np.ndarray:
-        return masks.render_prompt(self.tokenizer, messages, name=name)
 
 
 def _in_turn(streams: Sequence[Iterator[Unanswered]]) -> Iterator[Unanswered]:

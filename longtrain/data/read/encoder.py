@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
@@ -44,6 +45,9 @@ KILLED = (
 T = TypeVar("T")
 Chat = Callable[[Any, Document], Any]
 """What a process does with the tokenizer and a conversation; it and its result can be pickled."""
+Each = Callable[[Any, Document, "np.ndarray | None"], Any]
+"""What is made of the tokenizer, a document, and the token ids of its text (None: a conversation); it and its
+result can be pickled."""
 Encoded = tuple[list[Document], Iterator[Any]]
 """Documents, and what was made of those with a text (token ids, int32) or turns (see `Encoder.batches`)."""
 
@@ -102,7 +106,9 @@ class Encoder:
             log.info("tokenised characters=%d processes=%d", self._chars, self._workers if self._pool else 1)
         self._pool = None
 
-    def batches(self, stream: Iterable[list[Document]], chat: Chat | None = None) -> Iterator[Encoded]:
+    def batches(
+        self, stream: Iterable[list[Document]], chat: Chat | None = None, each: Each | None = None
+    ) -> Iterator[Encoded]:
         """Yield batches of documents in their order, each with the token ids of its texts.
 
         A bounded number of batches is in memory: `AHEAD_BATCHES` before the processes are started, and then
@@ -112,31 +118,32 @@ class Encoder:
             stream: documents; those without a text are passed on.
             chat: applied to each conversation by the processes; its result is an item among those of texts,
                 None as long as there are no processes. Without `chat` a conversation has no item.
+            each: applied to each text and conversation, wherever it is tokenised; its results are the items.
 
         Raises:
             DataError: the tokenizer fails, or a process was killed.
         """
-        for batch, made in self._encoded(iter(stream), chat):
+        for batch, made in self._encoded(iter(stream), _Work(chat, each)):
             yield batch, (np.append(one, self._end) if isinstance(one, np.ndarray) else one for one in made)
 
-    def _encoded(self, stream: Iterator[list[Document]], chat: Chat | None) -> Iterator[Encoded]:
+    def _encoded(self, stream: Iterator[list[Document]], work: _Work) -> Iterator[Encoded]:
         """Yield batches with the token ids of their texts; a little text is tokenised in this process."""
         ahead: deque[list[Document]] = deque()
-        while not self._workers or self._chars + sum(_chars(one, chat) for one in ahead) < self._from_chars:
+        while not self._workers or self._chars + sum(work.chars(one) for one in ahead) < self._from_chars:
             batch = next(stream, None)
             if batch is not None:
                 ahead.append(batch)
             while ahead and (
-                batch is None or not self._workers or len(ahead) > AHEAD_BATCHES or not _chars(ahead[0], chat)
+                batch is None or not self._workers or len(ahead) > AHEAD_BATCHES or not work.chars(ahead[0])
             ):
                 first = ahead.popleft()
-                self._chars += _chars(first, chat)
-                yield first, iter(_made(self.tokenizer, _items(first, chat), None))
+                self._chars += work.chars(first)
+                yield first, work.here(self.tokenizer, work.items(first))
             if batch is None:
                 return
-        yield from self._encoded_in_processes(_drained(ahead, stream), chat)
+        yield from self._encoded_in_processes(_drained(ahead, stream), work)
 
-    def _encoded_in_processes(self, stream: Iterator[list[Document]], chat: Chat | None) -> Iterator[Encoded]:
+    def _encoded_in_processes(self, stream: Iterator[list[Document]], work: _Work) -> Iterator[Encoded]:
         """Yield batches with the token ids of their texts, whose slices several processes tokenise.
 
         Whoever takes them does not wait for more to be read if the next is ready, or has no text.
@@ -144,8 +151,8 @@ class Encoder:
         waiting: deque[tuple[list[Document], list[Future[list[Any]]]]] = deque()
         n_slices = 0
         for batch in stream:
-            self._chars += _chars(batch, chat)
-            futures = [self._submit(items, chat) for items in _slices(_items(batch, chat))]
+            self._chars += work.chars(batch)
+            futures = [self._submit(items, work) for items in _slices(work.items(batch))]
             waiting.append((batch, futures))
             n_slices += max(1, len(futures))
             ready = all(future.done() for future in waiting[0][1])
@@ -158,12 +165,48 @@ class Encoder:
             batch, futures = waiting.popleft()
             yield batch, _taken(futures)
 
-    def _submit(self, items: list[Document], chat: Chat | None) -> Future[list[Any]]:
+    def _submit(self, items: list[Document], work: _Work) -> Future[list[Any]]:
         """Have one of the processes tokenise documents; the first call starts them."""
         if self._pool is None:
             log.info("tokenising processes=%d", self._workers)
             self._pool = _Pool(self.tokenizer, self._workers)
-        return self._pool.submit(items, chat)
+        return self._pool.submit(items, work)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is made of documents: see `Encoder.batches`."""
+
+    chat: Chat | None = None
+    each: Each | None = None
+
+    def items(self, batch: list[Document]) -> list[Document]:
+        """Return the documents of a batch that have an item: texts, and conversations if they are used."""
+        chats = self.chat is not None or self.each is not None
+        return [one for one in batch if one.text is not None or (chats and one.messages is not None)]
+
+    def chars(self, batch: list[Document]) -> int:
+        """Return the number of characters of a batch that are tokenised."""
+        return sum(map(_size, self.items(batch)))
+
+    def here(self, tokenizer: Any, items: list[Document]) -> Iterator[Any]:
+        """Return the items of this process, without `chat`; of `each` when they are asked for."""
+        return replace(self, chat=None).made(tokenizer, items)
+
+    def made(self, tokenizer: Any, items: list[Document]) -> Iterator[Any]:
+        """Return the items in their order."""
+        ids = iter(encode(tokenizer, [item.text for item in items if item.text is not None]))
+        return self._made(tokenizer, items, ids)
+
+    def _made(self, tokenizer: Any, items: list[Document], ids: Iterator[np.ndarray]) -> Iterator[Any]:
+        for item in items:
+            ids_T = None if item.text is None else next(ids)
+            if self.each is not None:
+                yield self.each(tokenizer, item, ids_T)
+            elif ids_T is not None or self.chat is None:
+                yield ids_T
+            else:
+                yield self.chat(tokenizer, item)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
@@ -198,14 +241,14 @@ class _Pool:
             workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._tokenizer, workers)
         )
 
-    def submit(self, items: list[Document], chat: Chat | None = None) -> Future[list[Any]]:
-        """Return the coming token ids of texts, and what `chat` makes of conversations.
+    def submit(self, items: list[Document], work: _Work = _Work()) -> Future[list[Any]]:
+        """Return the coming items of documents.
 
         Raises:
             DataError: a process was killed.
         """
         try:
-            return self._pool.submit(_work, items, chat)
+            return self._pool.submit(_work, items, work)
         except BrokenProcessPool as error:
             raise DataError(KILLED) from error
 
@@ -277,32 +320,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(items: list[Document], chat: Chat | None) -> list[Any]:
-    return _made(_tokenizer, items, chat)
-
-
-def _made(tokenizer: Any, items: list[Document], chat: Chat | None) -> list[Any]:
-    """Return the token ids of texts and what `chat` makes of conversations, in their order."""
-    ids = iter(encode(tokenizer, [item.text for item in items if item.text is not None]))
-    return [
-        next(ids) if item.text is not None else chat and chat(tokenizer, item)  # without `chat`: None
-        for item in items
-    ]
-
-
-def _items(batch: list[Document], chat: Chat | None) -> list[Document]:
-    """Return the documents of a batch that are tokenised here: texts, and with `chat` conversations."""
-    return [one for one in batch if one.text is not None or (chat and one.messages is not None)]
+def _work(items: list[Document], work: _Work) -> list[Any]:
+    return list(work.made(_tokenizer, items))
 
 
 def _size(document: Document) -> int:
     """Return the number of characters of a document's text or turns."""
     return len(document.text or "") + sum(len(turn["content"]) for turn in document.messages or ())
-
-
-def _chars(batch: list[Document], chat: Chat | None) -> int:
-    """Return the number of characters of a batch that are tokenised here."""
-    return sum(map(_size, _items(batch, chat)))
 
 
 def _drained(ahead: deque[list[Document]], stream: Iterator[list[Document]]) -> Iterator[list[Document]]:

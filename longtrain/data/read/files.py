@@ -1,10 +1,4 @@
-"""Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one or a folder of them, and MDS shards.
-
-MDS is the format of MosaicML's streaming library (version 2). It is parsed here because that library needs
-complete data sets with an index, and a cloud client for each store. A shard is: uint32 count n, uint32
-offsets [n + 1], a JSON header, then the samples. A sample is the uint32 sizes of its variable-size columns,
-then the bytes of all columns.
-"""
+"""Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one or a folder of them."""
 
 from __future__ import annotations
 
@@ -15,12 +9,11 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, first_line
@@ -52,10 +45,8 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """Matches an escaped UTF-16 surrogate in JSON; a pair is one character, a single one is invalid text."""
 BUNDLED = "bundled:"
 HUB = "hub:"
-MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 Report = Callable[[DataError], None]
 """Callback for a row that cannot be read: raises, or counts the row and returns to continue reading."""
-MDS_SHAPE_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def refuse(error: DataError) -> None:
@@ -79,7 +70,7 @@ def find_code(where: str) -> list[Path]:
     root = place(where)
     if not root.is_dir():
         return [root]
-    own = [file for file in visible(root) if not {*NOT_SOURCE} & {*file.relative_to(root).parts}]
+    own = visible(root, without=NOT_SOURCE)
     source = [file for file in own if file.suffix.lower() in CODE_SUFFIXES]
     lines = [file for file in own if _ends(file, JSONL_SUFFIXES[:2])]
     if len(source) > len(lines):
@@ -131,22 +122,40 @@ def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def visible(root: Path) -> list[Path]:
+def visible(root: Path, without: Collection[str] = ()) -> list[Path]:
     """Return the files below a folder, sorted, without hidden ones.
 
     Files and folders whose names begin with a dot are hidden: `.git`, `.ipynb_checkpoints`, and the `._NAME`
-    that macOS puts beside each file on a foreign disk or in an archive.
+    that macOS puts beside each file on a foreign disk or in an archive. Links to folders are not followed,
+    and folders that may not be read are left out, as are links that lead nowhere or to themselves.
+
+    Args:
+        root: the folder.
+        without: names of files and folders that are left out too.
     """
-    return sorted(
-        file
-        for file in root.rglob("*")
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(root).parts)
-    )
+    try:
+        with os.scandir(root) as entries:
+            shown = [one for one in entries if one.name[0] != "." and one.name not in without]
+    except PermissionError:
+        return []
+    found: list[Path] = []
+    for entry in sorted(shown, key=lambda one: one.name):  # name by name, which is the order of the paths
+        if entry.is_dir(follow_symlinks=False):
+            found += visible(root / entry.name, without)
+        elif (root / entry.name).is_file() if entry.is_symlink() else entry.is_file():
+            found.append(root / entry.name)
+    return found
 
 
 def _ends(file: Path, suffixes: tuple[str, ...]) -> bool:
     """Return True if a file's name ends in one of the suffixes, optionally followed by one of compression."""
-    return file.name.lower().endswith(tuple(end + packed for end in suffixes for packed in PACKED_SUFFIXES))
+    return file.name.lower().endswith(_endings(suffixes))
+
+
+@cache
+def _endings(suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the suffixes, each also with one of compression behind it."""
+    return tuple(end + packed for end in suffixes for packed in PACKED_SUFFIXES)
 
 
 def _nothing(folder: Path, suffixes: tuple[str, ...], every: list[Path]) -> DataError:
@@ -334,52 +343,3 @@ def _object(row: Any, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number} holds a {type(row).__name__}; one JSON object a row is wanted")
     return row
-
-
-def read_mds_shard(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the samples of one uncompressed MDS shard.
-
-    Raises:
-        DataError: the shard is cut short, or a column's encoding is not string, integer or array.
-    """
-    blob = np.memmap(path, np.uint8, mode="r")
-    try:
-        n = int(blob[:4].view(np.uint32)[0])
-        offsets = np.frombuffer(blob[4 : 8 + 4 * n].tobytes(), np.uint32).astype(np.int64)
-        header = parse_json(blob[8 + 4 * n : offsets[0]].tobytes())
-    except (ValueError, IndexError) as error:
-        raise DataError(f"{path} is not an MDS shard ({error}); download it again") from error
-    if n and offsets[-1] > len(blob):
-        raise DataError(f"{path} is cut short: {len(blob)} of {offsets[-1]} bytes; download it again")
-    columns = list(
-        zip(header["column_names"], header["column_encodings"], header["column_sizes"], strict=True)
-    )
-    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        yield _sample(blob[begin:end].tobytes(), columns, path)
-
-
-def _sample(data: bytes, columns: list[tuple[str, str, int | None]], path: Path) -> dict[str, Any]:
-    variable = [size is None for _, _, size in columns]
-    at = 4 * sum(variable)
-    given = iter(np.frombuffer(data[:at], np.uint32).tolist())
-    sample = {}
-    for name, encoding, size in columns:
-        size = next(given) if size is None else size
-        sample[name] = _decode(encoding, data[at : at + size], path)
-        at += size
-    return sample
-
-
-def _decode(encoding: str, data: bytes, path: Path) -> Any:
-    kind, _, dtype = encoding.partition(":")
-    if kind == "str":
-        return data.decode("utf-8")
-    if kind in MDS_SCALARS:
-        return int(np.frombuffer(data, np.int64 if kind == "int" else np.dtype(kind))[0])
-    if kind == "ndarray" and dtype and ":" not in dtype:
-        n_dims, shape_type = data[0] >> 2, np.dtype(MDS_SHAPE_TYPES[data[0] & 3])
-        at = 1 + n_dims * shape_type.itemsize
-        return np.frombuffer(data[at:], dtype).reshape(np.frombuffer(data[1:at], shape_type))
-    raise DataError(
-        f"{path}: column encoding '{encoding}' is not read here; known: str, integers, ndarray:TYPE"
-    )

@@ -85,7 +85,7 @@ def choose(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[dict[str
     Raises:
         DataError: no file is left, or a package's metadata cannot be read.
     """
-    owners: dict[Path, Package] = {}
+    owners: dict[str, Package] = {}
     bases = _environments(root, files)
     for base in bases:
         owners.update(_owners(base))
@@ -95,7 +95,7 @@ def choose(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[dict[str
     counts: Counter[Package] = Counter()
     unknown = 0
     for file in files:
-        package = owners.get(file)
+        package = owners.get(str(file))
         if package is not None:
             counts[package] += 1
         elif bases.isdisjoint(file.parents):
@@ -195,14 +195,16 @@ def _environments(root: Path, files: Sequence[Path]) -> set[Path]:
     Such a folder has a usual name, whether or not a package in it has metadata; `root` may have any name if
     one has.
     """
-    folders = {parent for file in files for parent in file.parents if parent.name in INSTALLED}
-    below = {one for one in folders if one == root or root in one.parents}
+    folders = {file.parent for file in files}
+    above = {one for folder in folders for one in (folder, *folder.parents) if one.name in INSTALLED}
+    below = {one for one in above if one == root or root in one.parents}
     return below | ({root} if root.is_dir() and any(root.glob("*.dist-info/METADATA")) else set())
 
 
-def _owners(base: Path) -> dict[Path, Package]:
-    """Return the package of each installed file."""
-    owners: dict[Path, Package] = {}
+def _owners(base: Path) -> dict[str, Package]:
+    """Return the package of each installed file, by the file's path."""
+    owners: dict[str, Package] = {}
+    start = f"{base}/"  # joined as text: a large environment lists a hundred thousand files
     for folder in sorted(base.glob("*.dist-info")):
         record = folder / "RECORD"
         try:
@@ -216,5 +218,6 @@ def _owners(base: Path) -> dict[Path, Package]:
         package = Package(name, version, *permissive(metadata))
         for row in csv.reader(lines):
             if row:
-                owners[base / row[0]] = package
+                plain = "//" not in row[0] and "./" not in row[0] and row[0][:1] != "/"
+                owners[f"{start}{row[0]}" if plain else str(base / row[0])] = package
     return owners

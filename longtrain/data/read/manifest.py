@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import ADAPTERS
-from longtrain.data.read.files import Report, read_jsonl, read_mds_shard, refuse
+from longtrain.data.read.files import Report, read_jsonl, refuse
+from longtrain.data.read.mds import read_mds_shard
 from longtrain.errors import ConfigError, DataError, first_line
 from longtrain.files import read_text
 from longtrain.log import get_logger

@@ -40,7 +40,7 @@ BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
 
 
-def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
+def inputs(source: SourceConfig, known: Inputs | None = None, *, hashed: bool = True) -> Inputs:
     """Return the inputs that a source's documents depend on: files with sha256, or Hub datasets with commits.
 
     Of a folder with an installed environment they also list the packages with their licences.
@@ -49,6 +49,8 @@ def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
         source: a source of the config.
         known: the previous result; files of the same path, size and mtime are not hashed again, and its
             commits are used if the Hub cannot be reached.
+        hashed: False lists the files by their paths alone: for readers that keep no record of them, who need
+            not wait until all files have been read once.
 
     Raises:
         DataError: a path does not exist, or a dataset cannot be reached.
@@ -66,7 +68,7 @@ def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
     root = place(str(source.where))
     if root.is_dir() and source.licences == "permissive":
         paths, packages = choose(root, paths)
-    files = [_file(path, seen.get(str(path))) for path in paths]
+    files = [_file(path, seen.get(str(path))) if hashed else {"path": str(path)} for path in paths]
     return {"files": files, "packages": packages} if packages else {"files": files}
 
 

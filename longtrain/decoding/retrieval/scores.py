@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError, refusal
+from longtrain.kernels.attention.sinks import with_sinks
 
 
 def head_weights(
@@ -39,7 +40,7 @@ def head_weights(
     score = score.masked_fill(~visible_S[..., None, :], -torch.inf)
     if sinks_H is None:
         return score.softmax(-1)
-    return score.softmax(-1) * (score.logsumexp(-1) - sinks_H.to(wide)).sigmoid()[..., None]
+    return with_sinks(score.softmax(-1)[..., None, :], score.logsumexp(-1, keepdim=True), sinks_H)[..., 0, :]
 
 
 def group_scores(weights_HS: Tensor, groups: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
+from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun, goes_on
 from longtrain.methods.policies.base import Scorer
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SharingEvictor:
         self.scorer = evictor if isinstance(evictor, Scorer) else None
         own = self.scorer is None or bool(getattr(evictor, "scores_depend_on_budget", False))
         self.reuses = scores.reuse and not own
-        self.decoding = isinstance(evictor, GoingOn) and evictor.decoding
+        self.decoding = goes_on(evictor)
         """Whether it goes on evicting while the answer is decoded (`GoingOn`)."""
 
     def extra_tokens(self, longest: int) -> int:

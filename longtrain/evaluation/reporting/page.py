@@ -32,7 +32,6 @@ def page(
     *,
     timings: Json | None = None,
     pictures: Mapping[str, bytes] | None = None,
-    examples_bytes: int = EXAMPLES_BYTES,
 ) -> bytes:
     """The HTML page of a run.
 
@@ -42,7 +41,6 @@ def page(
             tasks.
         timings: `{"speed": [...]}`, if speed was measured.
         pictures: file name -> PNG, the output of `pictures.pictures`.
-        examples_bytes: the maximum bytes of examples.
     """
     every = list(examples)
     data = {
@@ -51,7 +49,7 @@ def page(
             {key: system[key] for key in ("name", "kind", "family", "budget")}
             for system in results["systems"]
         ],
-        "examples": thinned(every, examples_bytes),
+        "examples": thinned(every, EXAMPLES_BYTES),
         "examples_total": len(every),
     }
     parts = [*report(results, timings), *speed_report(results, timings or {}, title="Speed")]

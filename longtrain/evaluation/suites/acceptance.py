@@ -25,6 +25,7 @@ from longtrain.evaluation.suites.drafted import (
 )
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, Task, rows_sha256
+from longtrain.kernels.attention.sinks import with_sinks
 from longtrain.settings import Count, Lengths, within
 from longtrain.targets.step import OutputRequest
 
@@ -202,7 +203,7 @@ def attention_mass(
     scores_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf"))
     probs_HRT = scores_HRT.softmax(-1)
     if (sinks_H := target.sinks(layer)) is not None:
-        probs_HRT *= (scores_HRT.logsumexp(-1) - sinks_H.float()[:, None]).sigmoid()[..., None]
+        probs_HRT = with_sinks(probs_HRT, scores_HRT.logsumexp(-1), sinks_H)
     outside_RT = pos_T[None] < pos_R[:, None] - window
     no_sinks_RT = outside_RT & (pos_T[None] >= SINKS)
     return AttentionMass(

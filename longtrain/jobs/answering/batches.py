@@ -23,6 +23,7 @@ from longtrain.data.read.adapters import Message
 from longtrain.jobs.answering.files import AnswerFiles
 from longtrain.jobs.answering.places import PREFILL_SPEED, Places
 from longtrain.log import get_logger
+from longtrain.progress import Pace
 
 log = get_logger(__name__)
 
@@ -65,6 +66,8 @@ class Conversation:
     def common(self, ids: Sequence[int]) -> int:
         """Number of first tokens that a longer prompt shares with what is in the cache."""
         held = [*self.ids, *self.answer[:-1]]
+        if ids[: len(held)] == held:
+            return len(held)
         pairs = zip(held, ids, strict=False)
         return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(held), len(ids)))
 
@@ -99,11 +102,16 @@ class AnswerBatches:
     n_cut: int = 0
     n_empty: int = 0
     seconds: float = 0.0
+    """Seconds since the run began."""
     waited_s: float = 0.0
     """Seconds spent waiting for prompts, of `seconds`."""
     spent: Counter[str] = field(default_factory=Counter)
     """Counts of the places used so far: prefilled and fed tokens, steps, tokens that they could have
     drawn, and seconds of prefills."""
+    _pace: Pace | None = None
+    """The tokens of the last minute."""
+    _full: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and tokens as the first token came, and as no prompt was left for a place that gets free."""
     _queue: deque[Unanswered] = field(default_factory=deque)
     _longer: list[Unanswered] = field(default_factory=list)
     """Prompts that the present places are too small for."""
@@ -111,6 +119,22 @@ class AnswerBatches:
     """The next prompts that are read together."""
     _next: deque[tuple[int, int, Message, Future[list[int]]]] = field(default_factory=deque)
     """Step at which a place goes on, its number, and its next question, which is being rendered."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second since the run began."""
+        return self.n_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def steady_tokens_per_s(self) -> float:
+        """Tokens a second from the first token until no prompt was left for a place that gets free."""
+        if not self._full:
+            return 0.0
+        began, first = self._full[0]
+        seconds, tokens = self._full[1] if len(self._full) > 1 else (self.seconds, self.n_tokens)
+        if tokens == first:  # all prompts had begun by then
+            seconds, tokens = self.seconds, self.n_tokens
+        return (tokens - first) / max(seconds - began, 1e-9)
 
     def times(self) -> str:
         """Say what was read and written, how full the places were, and where the time went."""
@@ -143,6 +167,7 @@ class AnswerBatches:
             True if nothing is left.
         """
         started_s = time.perf_counter()
+        self._pace = Pace(self.n_tokens, started_s)
         with ThreadPoolExecutor(1) as renderer:
             while not stopping():
                 self._begin(prompts)
@@ -152,7 +177,11 @@ class AnswerBatches:
                 for place, token in self.places.step():
                     self._take(place, token, renderer)
                 self._go_on()
-                self.seconds = time.perf_counter() - started_s
+                now_s = time.perf_counter()
+                self.seconds = now_s - started_s
+                self._pace.mark(self.n_tokens, now_s)
+                if self.n_tokens and not self._full:
+                    self._full.append((self.seconds, self.n_tokens))
         log.info("stopped; unfinished conversations=%d are begun anew", len(self.live))
         return False
 
@@ -205,6 +234,8 @@ class AnswerBatches:
                 left, self._longer = left + self._longer, []
             self._queue.extend(sorted(left, key=lambda asked: (-len(asked.ids_T), asked.key)))
             if not window and not left:
+                if len(self._full) == 1:
+                    self._full.append((self.seconds, self.n_tokens))
                 return
         most = max(1, (self.places.n if self.places else 1) // JOINING)
         while self._queue and len(self._group) < most:
@@ -231,7 +262,8 @@ class AnswerBatches:
         one.cut |= not over
         self.n_answers += 1
         self.n_cut += not over
-        self.advance(f"answers, {self.n_tokens / max(self.seconds, 1e-9):.0f} tokens/s", 1)
+        last = self._pace.per_s() if self._pace is not None else 0.0
+        self.advance(f"answers, tokens/s={self.tokens_per_s:.0f} last_minute={last:.0f}", 1)
         if turn // 2 == len(one.asked.more):
             self._end(place)
             return

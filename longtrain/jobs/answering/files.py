@@ -6,7 +6,10 @@ conversations for `data.conversations`. The state beside it lists the prompts wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from longtrain.files import read_sealed, sealed, write_files
 from longtrain.journals import Journal, read_journal
 
 AGAIN = "delete the file, and run again: its answers are written anew"
+
+BEHIND = 1000
+"""Most rows that wait to be written."""
 
 
 class AnswerFiles:
@@ -39,6 +45,8 @@ class AnswerFiles:
         self._check(dict(settings))
         self._journal = Journal(self.rows / f"{name}.jsonl")
         self._blank: list[str] = list((_sealed(self._state) or {"blank": []})["blank"])
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._writing: deque[Future[None]] = deque()
         self.done: set[str] = {*self._keys(), *self._blank}
         """Keys of all finished answers, blank ones and those of other parts included."""
 
@@ -62,37 +70,57 @@ class AnswerFiles:
                 yield str(row["key"])
 
     def skip(self, asked: Unanswered) -> None:
-        """Record an answer without any text, which is not asked for again."""
+        """Record an answer without any text, which is not asked for again; as late as `add` does.
+
+        Raises:
+            LongtrainError: an earlier one could not be written.
+        """
         self.done.add(asked.key)
         self._blank.append(asked.key)
-        write_files(self._state.parent, {self._state.name: sealed({"blank": self._blank})})
+        content = sealed({"blank": self._blank})
+        self._write(partial(write_files, self._state.parent, {self._state.name: content}))
 
     def add(self, asked: Unanswered, messages: Sequence[Message], *, tokens: int, finish: str) -> None:
-        """Append an answered conversation.
+        """Append an answered conversation, in a thread of its own: whoever writes does not wait for the disk.
 
         Args:
             asked: its first prompt.
             messages: all turns.
             tokens: number of tokens of its answers.
             finish: `length` if an answer was cut, else `stop_id`.
+
+        Raises:
+            LongtrainError: an earlier one could not be written.
         """
         self.done.add(asked.key)
-        self._journal.append(
-            {
-                "messages": list(messages),
-                "name": asked.name,
-                "kind": asked.kind,
-                "tokens": tokens,
-                "finish": finish,
-                "key": asked.key,
-            }
-        )
+        row = {
+            "messages": list(messages),
+            "name": asked.name,
+            "kind": asked.kind,
+            "tokens": tokens,
+            "finish": finish,
+            "key": asked.key,
+        }
+        self._write(partial(self._journal.append, row))
+
+    def _write(self, work: Callable[[], None]) -> None:
+        """Do `work` in the thread, after all that came before it; wait where the disk is far behind."""
+        while self._writing and (self._writing[0].done() or len(self._writing) >= BEHIND):
+            self._writing.popleft().result()
+        self._writing.append(self._writer.submit(work))
 
     def close(self) -> None:
-        """Close the part's file, and remove it if it is empty."""
+        """Wait until all is written, close the part's file, and remove it if it is empty.
+
+        Raises:
+            LongtrainError: an answer could not be written.
+        """
+        self._writer.shutdown(wait=True)
         self._journal.close()
         if not self._journal.path.stat().st_size:
             self._journal.path.unlink()
+        for one in self._writing:
+            one.result()
 
 
 def _sealed(path: Path) -> dict[str, Any] | None:

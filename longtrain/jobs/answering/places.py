@@ -169,10 +169,10 @@ class Places:
         self._cycles.run()
         self._transfer.send(self._cycles.decode_step.news_BX)
         self.steps += 1
-        for emitted in self._transfer.arrived(rest=False):
+        for rows in self._transfer.arrived_rows(rest=False):
             for place, text in self._heard.popleft():
                 if self._text[place] == text:
-                    yield place, emitted[place].tokens[0]
+                    yield place, rows[place][2]  # each place has one token
 
     def _change(self) -> None:
         """Set the lengths, the steps left and the random numbers of places that begin or end."""

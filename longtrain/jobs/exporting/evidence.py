@@ -12,7 +12,7 @@ from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.assets import MANIFEST
 from longtrain.errors import LongtrainError, first_line
-from longtrain.files import read_json, read_results
+from longtrain.files import read_json_if_whole, read_results
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.targets.at_hand import CARD
@@ -103,8 +103,8 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
     """An evaluation as shown on the card; only the last part of local paths is kept."""
     from longtrain.evaluation.reporting.comparisons import card_table
 
-    made = _read(folder / "provenance.json") or {}
-    header, rows = card_table(results, _read(folder / "timings.json"))
+    made = read_json_if_whole(folder / "provenance.json") or {}
+    header, rows = card_table(results, read_json_if_whole(folder / "timings.json"))
     argv = without_folders(made.get("argv") or [])
     return Measurement(
         suite=str(results["suite"]),
@@ -146,11 +146,3 @@ def curves_of(metrics: Path) -> dict[str, Curve]:
 def _shown(name: str) -> bool:
     kind, _, metric = name.partition("/")
     return kind == "val" or (kind == "train" and any(metric.startswith(word) for word in CURVES))
-
-
-def _read(path: Path) -> Any:
-    """Read one of our JSON files; None if it does not exist or is damaged (for example by a kill)."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain import tables
 from longtrain.assets import MANIFEST
 from longtrain.evaluation.reporting.document import Cell, ReportTable, interval
-from longtrain.files import json_sha256, read_json, read_results
+from longtrain.files import json_sha256, read_json_if_whole, read_results
 from longtrain.provenance import read_config
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _artifacts(home: Path, measured: dict[str, str]) -> Iterator[Row]:
     base = home / "checkpoints"
     for file in sorted(base.glob(f"**/{MANIFEST}")):
         folder, name = file.parent, file.parent.relative_to(base).as_posix()
-        manifest = _json(file)
+        manifest = read_json_if_whole(file)
         try:
             made, files = manifest["provenance"], manifest["files"]
             when = (made.get("export") or made).get("time_utc", "")
@@ -108,7 +108,7 @@ def _sha256(path: Path) -> str:
 def _evidence_result(folder: Path) -> str:
     """The last result in an artifact's own `evidence.json`, excluding the full cache's."""
     try:
-        for one in (_json(folder / "evidence.json") or {})["results"]:
+        for one in (read_json_if_whole(folder / "evidence.json") or {})["results"]:
             rows = [row for row in one["rows"] if row[0] != "full"]
             if rows:
                 return f"{one['header'][1]} {rows[-1][1]} ({rows[-1][0]}, suite {one['suite']})"
@@ -127,7 +127,10 @@ def _trained(home: Path) -> Iterator[Row]:
             target = str(cfg["target"]["path"] if cfg.get("target") else tables.DASH)
         except (OSError, ValueError, KeyError, TypeError):
             method = target = tables.DASH
-        made, summary = _json(folder / "provenance.json"), _json(folder / "summary.json")
+        made, summary = (
+            read_json_if_whole(folder / "provenance.json"),
+            read_json_if_whole(folder / "summary.json"),
+        )
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
         result = "not finished; the same command goes on"
         if isinstance(summary, dict) and summary.get("steps"):
@@ -146,7 +149,7 @@ def _evaluations(home: Path, measured: dict[str, str]) -> Iterator[Row]:
     files = runs.glob("**/eval/*/results.json")
     for file in sorted(files, key=lambda file: file.lstat().st_mtime):  # an artifact's newest result stays
         name = f"{file.parents[2].relative_to(runs).as_posix()}/{file.parent.name}"
-        made = _json(file.with_name("provenance.json"))
+        made = read_json_if_whole(file.with_name("provenance.json"))
         when = _when(made.get("time_utc", "") if isinstance(made, dict) else "")
         try:
             results = read_results(file)
@@ -193,11 +196,3 @@ def _when(stamp: str) -> str:
         return datetime.fromisoformat(stamp).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
     except (ValueError, TypeError):
         return tables.DASH
-
-
-def _json(file: Path) -> Any:
-    """Read a JSON file; None if it does not exist or is damaged."""
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.files import read_json
-from longtrain.settings import Count, CountOrZero, read
+from longtrain.settings import Count, CountOrZero, read, wrong
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.families import FAMILIES, refuse_missing
-from longtrain.targets.info import TargetInfo, geometry
+from longtrain.targets.info import LayerInfo, TargetInfo, geometry
 
 if TYPE_CHECKING:
     from longtrain.config import TargetConfig
@@ -33,6 +34,7 @@ class _Shape:
     max_positions: Count
     tied: bool = False
     experts: Any = None
+    windows: Any = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,17 @@ class _Experts:
     size: Count
     shared: CountOrZero = 0
     dense_layers: CountOrZero = 0
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """`target.shape.windows`: the number of layers in which a token sees so many last tokens.
+
+    Which layers they are makes no difference to a plan.
+    """
+
+    tokens: Count
+    layers: Count
 
 
 def target_shape(target: TargetConfig, *, served: bool = True) -> tuple[TargetInfo, bool]:
@@ -68,7 +81,7 @@ def target_shape(target: TargetConfig, *, served: bool = True) -> tuple[TargetIn
             "max_positions": target.max_positions or raw["max_position_embeddings"],
             "tied": raw.get("tie_word_embeddings", False),
             "family": raw.get("model_type", ""),
-            **_geometry(file, raw, target.max_positions),
+            **_geometry(raw, target.max_positions, partial(_config_at, file)),
         }
     elif target.shape is not None:
         shape = _shape_of(target.shape)
@@ -83,15 +96,26 @@ def target_shape(target: TargetConfig, *, served: bool = True) -> tuple[TargetIn
     return TargetInfo(name=where, **{**unknown, **shape}), tied
 
 
-def _geometry(file: Path, raw: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """The rotary embedding and the layers of a target with windows; empty for others, where no job asks."""
+def _geometry(raw: Mapping[str, Any], max_positions: int | None, config: Callable[[], Any]) -> dict[str, Any]:
+    """The rotary embedding and the layers of a target with windows; empty for others, where no job asks.
+
+    Args:
+        raw: the keys of its config.json.
+        max_positions: most tokens of a text; None: those of the config.
+        config: makes the model's config.
+    """
     if not raw.get("sliding_window") or raw.get("model_type") not in FAMILIES:
         return {}
+    most = max_positions or raw["max_position_embeddings"]
+    rope, layers = geometry(config().get_text_config(), Sizes.of_keys(raw).head_dim, most)
+    return {"rope": rope, "layers": layers}
+
+
+def _config_at(file: Path) -> Any:
+    """Read a target's `config.json`."""
     from longtrain.targets.config_file import read_config
 
-    config, size = read_config(file.parent).get_text_config(), Sizes.of_keys(raw).head_dim
-    rope, layers = geometry(config, size, max_positions or raw["max_position_embeddings"])
-    return {"rope": rope, "layers": layers}
+    return read_config(file.parent)
 
 
 def config_file(where: str) -> Path | None:
@@ -109,12 +133,19 @@ def _shape_of(shape: Any) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such name, or a size is missing or invalid.
     """
-    from longtrain.targets.shapes import SHAPES
+    from longtrain.targets.shapes import SHAPES, shape_config
 
     if isinstance(shape, Mapping):
-        found = vars(read(_Shape, shape, "target.shape"))
+        found = dict(vars(read(_Shape, shape, "target.shape")))
         if found["experts"] is not None:
             found["experts"] = vars(read(_Experts, found["experts"], "target.shape.experts"))
+        if (given := found.pop("windows")) is not None:
+            windows, n_layers = read(_Windows, given, "target.shape.windows"), found["n_layers"]
+            if windows.layers > n_layers:
+                raise wrong("target.shape.windows.layers", windows.layers, f"1 to n_layers={n_layers}")
+            size = found["n_kv_heads"], found["head_dim"], found["head_dim"]
+            near = [windows.tokens] * windows.layers + [0] * (n_layers - windows.layers)
+            found["layers"] = tuple(LayerInfo(*size, kv_of=at, window=one) for at, one in enumerate(near))
         return found
     if shape not in SHAPES:
         sizes = ", ".join(one.name for one in fields(_Shape))
@@ -123,4 +154,5 @@ def _shape_of(shape: Any) -> dict[str, Any]:
         )
     keys = SHAPES[shape]
     most, tied = keys["max_position_embeddings"], keys["tie_word_embeddings"]
-    return {**asdict(Sizes.of_keys(keys)), "max_positions": most, "tied": tied}
+    layers = _geometry(keys, most, partial(shape_config, shape))
+    return {**asdict(Sizes.of_keys(keys)), "max_positions": most, "tied": tied, **layers}

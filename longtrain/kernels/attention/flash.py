@@ -176,6 +176,27 @@ def _short(
     return _Varlen.apply(q, k, v, cu_q, cu_k, _longest(n_q), max(n_k), scale, window)
 
 
+def flash_lse(
+    q_THD: Tensor, k_SGD: Tensor, parts: list[Segment], *, scale: float, window: int | None
+) -> Tensor:
+    """`packed_lse` over checked segments, in fp32; see there.
+
+    It runs a pass of attention whose output is not used.
+    """
+    q = joined(q_THD.detach(), [(p.q_start, p.q_stop) for p in parts])
+    k = joined(k_SGD.detach(), [(p.k_start, p.k_stop) for p in parts])
+    n_q = tuple(p.q_stop - p.q_start for p in parts)
+    n_k = tuple(p.k_stop - p.k_start for p in parts)
+    bounds = _cumulative(n_q, q.device), _cumulative(n_k, q.device)
+    lse_HQ = _forward(q, k, k, *bounds, _longest(n_q), max(n_k), scale, window)[1]
+    lse_TH = lse_HQ.new_full((len(q_THD), q.shape[1]), -torch.inf)
+    start = 0
+    for part, rows in zip(parts, n_q, strict=True):
+        lse_TH[part.q_start : part.q_stop] = lse_HQ[:, start : start + rows].T
+        start += rows
+    return lse_TH
+
+
 @lru_cache(maxsize=64)
 def _cumulative(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     total, bounds = 0, [0]

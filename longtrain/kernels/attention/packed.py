@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.errors import DataError, refusal
-from longtrain.kernels.attention.flash import flash_segments, flash_serves
+from longtrain.kernels.attention.flash import flash_lse, flash_segments, flash_serves
 from longtrain.kernels.attention.segments import Segment, cut, segments, spread
 
 _SCORES = 1 << 26
@@ -97,8 +97,11 @@ def packed_lse(
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     T, H, _ = q_THD.shape
     G = k_SGD.shape[1]
+    parts = segments(q_bounds, k_bounds, T, len(k_SGD))
+    if parts and flash_serves(q_THD, k_SGD):
+        return flash_lse(q_THD, k_SGD, parts, scale=scale, window=window)
     lse_TH = q_THD.new_full((T, H), -torch.inf, dtype=wide)
-    for part in segments(q_bounds, k_bounds, T, len(k_SGD)):
+    for part in parts:
         rows, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
         block = max(1, _SCORES // (H * keys))
         for start in range(0, rows, block):

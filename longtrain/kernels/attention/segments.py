@@ -1,6 +1,7 @@
 """Segments of a packed sequence, and splitting tensors into them with one autograd node each way.
 
-Shapes: T tokens of a packed tensor.
+Shapes: T tokens of a packed tensor, or of each of B sequences; Q = B * T tokens end to end, H heads, D head
+dim.
 """
 
 from __future__ import annotations
@@ -13,6 +14,16 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import DataError, refusal
+
+
+def end_to_end(x_BHTD: Tensor) -> Tensor:
+    """A batch [B, H, T, D] as B segments of one packed sequence, [B * T, H, D]."""
+    return x_BHTD.transpose(1, 2).flatten(0, 1)
+
+
+def by_sequence(x_QH: Tensor, batch: int) -> Tensor:
+    """Tokens end to end as a batch again: [B * T, H, D] -> [B, H, T, D], and [B * T, H] -> [B, H, T]."""
+    return x_QH.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 @dataclass(frozen=True)

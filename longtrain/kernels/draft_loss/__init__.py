@@ -32,8 +32,8 @@ class DraftPairs(NamedTuple):
         value_JB: output: the weighted loss in nats, in the dtype of the weights.
         hit_JB: output: True if the draft's most likely token is the teacher's; False if there is no position.
         label_JB: for ce_tv the token of the data, int64.
-        accept_JB: for ce_tv an output: the accepted share, in the dtype of the weights; 0 if there is no
-            position.
+        accept_JB: output: the accepted share, in the dtype of the weights; 0 if there is no position. None:
+            it is not asked for.
     """
 
     row_JB: Tensor

@@ -98,7 +98,7 @@ def _passes_kernel(
     if tl.load(row_ptr + pair) < 0:
         tl.store(value_ptr + pair, 0.0)
         tl.store(hit_ptr + pair, tl.zeros((), tl.int8))
-        if OBJECTIVE == 4:
+        if accept_ptr is not None:
             tl.store(accept_ptr + pair, 0.0)
         if GRADIENT:
             zeros = tl.zeros((COLUMNS,), logit_ptr.dtype.element_ty)
@@ -131,7 +131,7 @@ def _passes_kernel(
         tl.store(hit_ptr + pair, (guess == tl.load(best_ptr + token)).to(tl.int8))
         kl = tl.sum(cross, 0) - known_t + all_q
         accept, below = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
-        if OBJECTIVE != 0:
+        if OBJECTIVE != 0 or accept_ptr is not None:
             shares, smaller = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
             for first in range(0, K, COLUMNS):
                 at = first + column
@@ -143,7 +143,7 @@ def _passes_kernel(
                 smaller += tl.where(q < p, q, 0.0)
             accept, below = tl.sum(shares, 0), tl.sum(smaller, 0)
         mix = tl.exp(-factor * accept)
-        if OBJECTIVE == 4:
+        if accept_ptr is not None:
             tl.store(accept_ptr + pair, accept)
         if OBJECTIVE == 0:
             value, slope = kl, weight

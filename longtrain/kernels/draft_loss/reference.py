@@ -50,10 +50,11 @@ def draft_passes(
     for j, logit_BK in enumerate(logit_JBK):
         weight_B = pairs.weight_JB[j] * known_JB[j]
         logq_BK = log_softmax(logit_BK, dim=-1, dtype=wide)
+        if pairs.accept_JB is not None:
+            pairs.accept_JB[j] = torch.minimum(logp_BK, logq_BK).exp_().sum(-1) * known_JB[j]
         if objective == "ce_tv":
-            assert pairs.label_JB is not None and pairs.accept_JB is not None
-            value_B, grad_BK, accept_B = _mixed(logq_BK, logp_BK, pairs.label_JB[j][:, None], factor)
-            pairs.accept_JB[j] = accept_B * known_JB[j]
+            assert pairs.label_JB is not None
+            value_B, grad_BK = _mixed(logq_BK, logp_BK, pairs.label_JB[j][:, None], factor)
         else:
             value_B, grad_BK = _value(objective, logq_BK, logp_BK, logn_BK, factor)
         pairs.value_JB[j] = value_B * weight_B
@@ -61,16 +62,14 @@ def draft_passes(
             logit_BK.copy_(grad_BK.mul_(weight_B[:, None]))
 
 
-def _mixed(
-    logq_BK: Tensor, logp_BK: Tensor, label_B1: Tensor, ce_share: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The `ce_tv` loss of each token, its gradient, and the accepted share; overwrites `logq_BK`."""
+def _mixed(logq_BK: Tensor, logp_BK: Tensor, label_B1: Tensor, ce_share: float) -> tuple[Tensor, Tensor]:
+    """The `ce_tv` loss of each token, and its gradient; overwrites `logq_BK`."""
     ce_B = -logq_BK.gather(-1, label_B1)[:, 0]
     tv_B, fall_BK = _value("tv", logq_BK, logp_BK, logp_BK, 0.0)
     # `logq_BK` holds the draft's probabilities now
     grad_BK = logq_BK.scatter_add(-1, label_B1, torch.full_like(label_B1, -1, dtype=logq_BK.dtype))
     grad_BK.mul_(ce_share).add_(fall_BK, alpha=1 - ce_share)
-    return ce_share * ce_B + (1 - ce_share) * tv_B, grad_BK, 1 - tv_B
+    return ce_share * ce_B + (1 - ce_share) * tv_B, grad_BK
 
 
 def _value(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, Share, check, wrong
@@ -10,6 +10,7 @@ from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive,
 FORMATS = ("speculators", "flat")
 """Values of `export format=`: folders for vLLM, and for vLLM and SGLang."""
 HEADS = ("none", "markov", "markov_confidence")
+OBJECTIVES = ("ce_l1", "lk_hybrid")
 FEWEST_SLOTS = 4
 """Smallest block: golden outputs, which every export records, draft as many tokens."""
 MOST_ROWS = 128
@@ -44,8 +45,12 @@ class Config:
     anchor_every: Count = 8  # one block is trained for so many positions where one can begin, at random among
     # them (512 blocks in 4096 tokens, as the authors); 1: one for each; validation always has all
     block_decay: Positive = 4.0  # slot k of a block weighs exp(-k / block_decay)
-    ce_weight: NotNegative = 0.1  # weight of the cross-entropy to the data
-    l1_weight: NotNegative = 0.9  # weight of the L1 distance to the target's distribution
+    objective: Annotated[str, OneOf(*OBJECTIVES)] = "ce_l1"  # ce_l1: the authors', the next two; lk_hybrid:
+    # EAGLE-3's, the KL divergence from the target's distribution while little is accepted, and then 1 -
+    # accepted share
+    ce_weight: NotNegative = 0.1  # ce_l1: weight of the cross-entropy to the data
+    l1_weight: NotNegative = 0.9  # ce_l1: weight of the L1 distance to the target's distribution
+    kl_decay: NotNegative = 3.0  # lk_hybrid: the weight of the KL is exp(-kl_decay * accepted share)
     confidence_weight: NotNegative = 1.0  # weight of the confidence's cross-entropy to the accepted share
     min_confidence: Share = 0.0  # in decoding a token is drafted as long as the product of the confidences up
     # to it is at least this, for heads=markov_confidence; 0: every token of a shape
@@ -90,9 +95,13 @@ class Config:
                 if getattr(self, key) != usual:
                     allowed = f"{'null' if usual is None else usual} where method.target_kv=true"
                     raise wrong(f"method.{key}", getattr(self, key), allowed)
+        unused = {"ce_l1": ("kl_decay",), "lk_hybrid": ("ce_weight", "l1_weight")}[self.objective]
+        for one in fields(self):
+            if one.name in unused and getattr(self, one.name) != one.default:
+                allowed = f"{one.default} where method.objective={self.objective}, which does not use it"
+                raise wrong(f"method.{one.name}", getattr(self, one.name), allowed)
         if self.ce_weight + self.l1_weight == 0:
             raise wrong("method.l1_weight", self.l1_weight, "more than 0 where method.ce_weight=0")
-
         if self.min_confidence and self.heads != "markov_confidence":
             allowed = f"0 where method.heads={self.heads}, which has no confidence"
             raise wrong("method.min_confidence", self.min_confidence, allowed)

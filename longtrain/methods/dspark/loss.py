@@ -3,8 +3,10 @@
 With z = h U' + b W2' the logits of a slot (h the draft's state, U the target's head, b the Markov embedding
 of the token before), q = softmax(z), p the target's distribution and y the token of the data:
 
-    value = ce * (-log q_y) + l1 * sum |q - p|
-    d value / dz = ce * (q - 1_y) + l1 * q * (s - sum q s),  s = sign(q - p)
+    ce_l1      value = ce * (-log q_y) + l1 * sum |q - p|
+               d value / dz = ce * (q - 1_y) + l1 * q * (s - sum q s),  s = sign(q - p)
+    lk_hybrid  EAGLE-3's: value = w KL(p | q) + (1 - w) (1 - a),
+               w = exp(-kl_decay a),  a = 1 - sum |q - p| / 2
 
 Shapes: N slots, E hidden dim, V vocabulary, F rank of the Markov head, R slots of a block.
 """
@@ -34,6 +36,22 @@ class SlotLoss(NamedTuple):
     hit_N: Tensor
 
 
+class Weighing(NamedTuple):
+    """What a slot's loss is made of.
+
+    Args:
+        objective: ce_l1 or lk_hybrid.
+        ce: for ce_l1 the factor of the cross-entropy to the data.
+        l1: for ce_l1 the factor of the L1 distance to the target's distribution.
+        kl_decay: for lk_hybrid how fast the weight of the KL divergence falls with the accepted share.
+    """
+
+    objective: str = "ce_l1"
+    ce: float = 0.1
+    l1: float = 0.9
+    kl_decay: float = 3.0
+
+
 class Learned(NamedTuple):
     """What the slots learn.
 
@@ -55,12 +73,11 @@ def slot_loss(
     before_NF: Tensor | None,
     markov_VF: Tensor | None,
     learned: Learned,
+    weighing: Weighing,
     *,
-    ce: float,
-    l1: float,
     block_rows: int = 0,
 ) -> SlotLoss:
-    """Weighted sum of cross-entropy and L1 distance; the logits of one block of slots exist at a time.
+    """Weighted sum of the slots' losses; the logits of one block of slots exist at a time.
 
     Gradients for the draft's states, the Markov embeddings and the Markov matrix are computed in the forward;
     the matrix' is summed in fp32 (fp64 in fp64).
@@ -70,8 +87,7 @@ def slot_loss(
         before_NF: Markov embedding of the token before each slot's; None: no correction.
         markov_VF: the matrix W2; None: no correction.
         learned: what to learn; no gradient flows into it.
-        ce: factor of the cross-entropy to the data.
-        l1: factor of the L1 distance to the target's distribution.
+        weighing: the objective and its factors.
         block_rows: slots whose logits exist at once; 0: as many as fit the budget.
 
     Source: DSpark eq. 9-11; the authors' code, whose L1 distance has no half.
@@ -81,7 +97,7 @@ def slot_loss(
     if before_NF is not None and markov_VF is not None:
         before_NF = before_NF.to(hidden_NE.dtype)
     rows = block_rows or kernel_rows_of(head_VE, 2 * len(head_VE), len(hidden_NE))
-    settings = (ce, l1, rows)
+    settings = (weighing, rows)
     labels = (learned.labels_N, learned.weights_N)
     return SlotLoss(*_SlotLoss.apply(hidden_NE, before_NF, markov_VF, teacher_NE, head_VE, *labels, settings))
 
@@ -99,12 +115,14 @@ class _SlotLoss(torch.autograd.Function):
         head_VE: Tensor,
         labels_N: Tensor,
         weights_N: Tensor,
-        settings: tuple[float, float, int],
+        settings: tuple[Weighing, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `slot_loss`."""
-        ce, l1, rows = settings
+        weighing, rows = settings
         wide = torch.promote_types(hidden_NE.dtype, torch.float32)
-        scale = ce + 2 * l1  # the L1 distance is twice the refused share
+        authors = weighing.objective == "ce_l1"
+        # of the kernel's loss; the L1 distance is twice the refused share
+        scale = weighing.ce + 2 * weighing.l1 if authors else 1.0
         label_1N, weight_1N = labels_N[None], (weights_N.to(wide) * scale)[None]
         hit_1N = torch.empty_like(label_1N, dtype=torch.bool)
         value_1N, accept_1N = torch.empty_like(weight_1N), torch.empty_like(weight_1N)
@@ -126,9 +144,10 @@ class _SlotLoss(torch.autograd.Function):
                     teacher,
                     None,
                     DraftPairs(*(one_1N[:, part] for one_1N in pairs)),
-                    objective="ce_tv",
+                    objective="ce_tv" if authors else weighing.objective,
                     gradient=need,
-                    ce_share=ce / scale,
+                    ce_share=weighing.ce / scale,
+                    kl_decay=weighing.kl_decay,
                 )
                 # the logits are their gradient now
                 if grad_NE is not None:

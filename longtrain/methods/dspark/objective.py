@@ -23,7 +23,7 @@ from longtrain.data.packing import packed_sequences
 from longtrain.kernels.anchored import anchored_attention
 from longtrain.layers import cast_to
 from longtrain.methods.dspark.anchors import Anchors, anchors_of
-from longtrain.methods.dspark.loss import Learned, SlotLoss, slot_loss
+from longtrain.methods.dspark.loss import Learned, SlotLoss, Weighing, slot_loss
 from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.rope import ModuleRope
 from longtrain.methods.spec import Loss, Objective
@@ -101,7 +101,7 @@ class _SlotSums:
 
 
 class DSparkObjective(Objective):
-    """Cross-entropy, L1 distance to the target's distribution, and the confidence's loss, over blocks.
+    """The slots' distance to the target and to the data, and the confidence's loss, over blocks.
 
     Slot k of a block at position p predicts token p + k + 1, after the data's own token p + k, and weighs
     exp(-k / block_decay). The weights of a block's slots are divided by the sum of all K, and a block stands
@@ -213,9 +213,9 @@ class DSparkObjective(Objective):
         before_NF = None if markov is None else markov.markov_w1(ids_T[at_N])
         learned = Learned(row.hidden[-1][at_N], self.target.head_weight, ids_T[at_N + 1], weight_N)
         matrix_VF = None if markov is None else markov.markov_w2.weight
-        found = slot_loss(
-            hidden_NE, before_NF, matrix_VF, learned, ce=self.config.ce_weight, l1=self.config.l1_weight
-        )
+        c = self.config
+        weighing = Weighing(c.objective, c.ce_weight, c.l1_weight, c.kl_decay)
+        found = slot_loss(hidden_NE, before_NF, matrix_VF, learned, weighing)
         total, confident_N = found.total, None
         if confidence is not None and before_NF is not None:
             logit_N = confidence(hidden_NE, before_NF).to(found.accept_N.dtype)

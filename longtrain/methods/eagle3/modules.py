@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
-from longtrain.layers import GroupedQuery, RMSNorm, SwiGLU
+from longtrain.layers import GroupedQuery, RMSNorm, Startable, SwiGLU
 from longtrain.methods.eagle3.config import draft_vocab, layers_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(Startable):
     """Trainable tensors, under the names that serving engines expect, and the draft's vocabulary.
 
     Position i takes the feature of token i (from the target's hidden states, or from this layer at the
@@ -54,8 +54,6 @@ class Eagle3Draft(nn.Module):
         heads = (config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads)
         dim = config.head_dim or info.head_dim
         self.scale = dim**-0.5
-        self.fresh = True
-        """False once weights were loaded, so that a warm start does not overwrite them."""
         self.fc_norm = nn.ModuleList(RMSNorm(E, eps) for _ in range(n)) if config.fc_norm else None
         self.input_norm = RMSNorm(n * E, eps) if config.norm_before_fc else None
         self.fc = nn.Linear(n * E, E, bias=False)
@@ -79,7 +77,6 @@ class Eagle3Draft(nn.Module):
         for tensor in self.parameters():
             if tensor.ndim == 2:
                 nn.init.normal_(tensor, std=0.02)
-        self.register_load_state_dict_post_hook(_loaded)
 
     def feature(self, states: Sequence[Tensor]) -> Tensor:
         """Combine the target's hidden states of `layers`, each [..., E], into one feature [..., E]."""
@@ -108,7 +105,3 @@ class Eagle3Draft(nn.Module):
         x = x + self.mlp(self.post_attention_layernorm(x))
         out = self.norm(x)
         return out, out if self.norm_output else x
-
-
-def _loaded(module: nn.Module, _incompatible: object) -> None:
-    module.fresh = False  # type: ignore[assignment]

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from longtrain.layers import Startable
+
 if TYPE_CHECKING:
     from longtrain.methods.kvzap.config import Config
     from longtrain.targets.info import TargetInfo
 
 
-class KVzap(nn.Module):
+class KVzap(Startable):
     """Trainable tensors only, under the names of kvpress's `KVzapModel`.
 
     Layers of the target with a sliding window have none: their entries are not scored.
@@ -40,9 +42,6 @@ class KVzap(nn.Module):
             return nn.Sequential(nn.Linear(E, inner), nn.GELU(), nn.Linear(inner, G))
 
         self.layers = nn.ModuleList([nn.Identity() if window else made() for window in info.windows])
-        self.fresh = True
-        """False once weights were loaded, so that `centre` is not applied to them."""
-        self.register_load_state_dict_post_hook(_loaded)
 
     @torch.no_grad()
     def centre(self, mean_LG: Tensor) -> None:
@@ -98,10 +97,6 @@ class PredictedScores:
             return
         with torch.set_grad_enabled(self._train):
             self.scores.append(self._module.score(layer, x_BTE))
-
-
-def _loaded(module: nn.Module, _incompatible: object) -> None:
-    module.fresh = False  # type: ignore[assignment]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.kernels.attention.packed import packed_attention
-from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU, cast_to
+from longtrain.layers import GroupedQuery, RMSNorm, Rope, Startable, SwiGLU, cast_to
 
 if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 
-class LongSpecDraft(nn.Module):
+class LongSpecDraft(Startable):
     """Trainable tensors only: embeddings, LM head, rotary and the cross-attention's keys are the target's.
 
     `h1 = e + SA(norm(e));  h2 = h1 + CA(norm(h1), K*, V*);  h3 = h2 + MLP(norm(h2));  logits = head(h3)`
@@ -45,8 +45,6 @@ class LongSpecDraft(nn.Module):
         hidden, eps, heads = info.hidden_size, info.rms_norm_eps, (info.n_heads, info.n_kv_heads)
         self.window = config.window
         self.scale = info.head_dim**-0.5
-        self.fresh = True
-        """False once weights were loaded, so that a warm start does not overwrite them."""
 
         def attention(own_keys: bool) -> GroupedQuery:
             return GroupedQuery(
@@ -72,7 +70,6 @@ class LongSpecDraft(nn.Module):
                 nn.init.normal_(tensor, std=0.02)
             elif name.endswith("_proj.bias"):
                 nn.init.zeros_(tensor)
-        self.register_load_state_dict_post_hook(_loaded)
 
     def forward(
         self,
@@ -141,7 +138,3 @@ def _rows(x_SGD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Concatenate spans of the first dim; a single one is not copied."""
     parts = [x_SGD[a:b] for a, b in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _loaded(module: nn.Module, _incompatible: object) -> None:
-    module.fresh = False  # type: ignore[assignment]

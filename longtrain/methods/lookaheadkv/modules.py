@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span
+from longtrain.layers import Startable
 from longtrain.targets.families import FAMILIES, family_of
 from longtrain.targets.lora import Lora
 from longtrain.targets.suffix import GROUPS, LAST
@@ -29,7 +30,7 @@ STD = 0.02
 """Standard deviation of new lookahead embeddings until the target's own embeddings are known."""
 
 
-class LookaheadKV(nn.Module):
+class LookaheadKV(Startable):
     """Trainable tensors only; they are fp32 in training, whatever dtype the target computes in.
 
     Of the last layer that sees the whole text only the scores are needed, so its o, gate, up and down have no
@@ -66,8 +67,6 @@ class LookaheadKV(nn.Module):
         self.rank = config.lora_rank
         self._sizes = sizes(info)
         self._plan: tuple[list[_Group], list[Tensor]] | None = None
-        self.fresh = True
-        """False once weights were loaded, so that they are not rescaled."""
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
         nn.init.normal_(self.lookahead_embeddings, std=config.init_std or STD)
         self.layers = nn.ModuleList()
@@ -84,7 +83,6 @@ class LookaheadKV(nn.Module):
                 adapter = _Adapter(self._sizes[name], config.lora_rank, trained=not last or name in LAST)
                 layer.get_submodule(part).add_module(leaf, adapter)
             self.layers.append(layer)
-        self.register_load_state_dict_post_hook(_loaded)
 
     def adapters(self, dtype: torch.dtype) -> list[Lora]:
         """Return the LoRA for `SuffixRun`, cast and scaled; gradients flow back into the parameters."""
@@ -221,10 +219,6 @@ class _Cast(torch.autograd.Function):
             blocks = group.blocks(d_b_LOR, ctx.rank)
             found += [d_a_LRE.view(-1, ctx.rank, d_a_LRE.shape[-1]), *(block * ctx.scale for block in blocks)]
         return None, None, None, *chain.from_iterable(one.unbind() for one in found)
-
-
-def _loaded(module: nn.Module, _incompatible: object) -> None:
-    module.fresh = False  # type: ignore[assignment]
 
 
 def lookahead_tokens_of(

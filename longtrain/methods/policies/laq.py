@@ -18,6 +18,7 @@ from longtrain.costs.model import decode, score
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.decoding.select import max_pool, top
+from longtrain.kernels.attention.sinks import with_sinks
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.settings import Count, CountOrZero, wrong
 
@@ -124,17 +125,16 @@ def _on_prompt(run: PromptRun, last: LastQueries, answer: AllQueries, *, shifted
         pieces = zip(last.pieces(layer)[0], answer.pieces(layer)[0], strict=True)
         for b, (n, (window_NHD, answer_NHD)) in enumerate(zip(run.lengths, pieces, strict=True)):
             q_NHD = torch.cat((window_NHD, answer_NHD))
-            N, D, own = len(q_NHD), q_NHD.shape[-1], n - len(window_NHD)
+            N, own = len(q_NHD), n - len(window_NHD)
             sees_N = torch.arange(N) + (n - N if shifted else own)
             unseen_NS = torch.arange(n)[None, :] > sees_N[:, None]
             # [N, H, D] -> [G, g, N, D]
-            q_GgND = q_NHD.view(N, G, -1, D).permute(1, 2, 0, 3).to(wide) * D**-0.5
+            q_GgND = q_NHD.unflatten(1, (G, -1)).permute(1, 2, 0, 3).to(wide) * run.target.scaling(layer)
             logits_GgNS = q_GgND @ k_BTGD[b, :n].to(wide).permute(1, 2, 0)[:, None]
             logits_GgNS.masked_fill_(unseen_NS.to(q_NHD.device), -torch.inf)
-            p_GgNS = logits_GgNS.softmax(-1)
+            p_HNS = logits_GgNS.softmax(-1).flatten(0, 1)
             if (sinks_H := run.target.sinks(layer)) is not None:
-                sinks_Gg1 = sinks_H.to(wide).view(G, -1, 1)
-                p_GgNS *= (logits_GgNS.logsumexp(-1) - sinks_Gg1).sigmoid()[..., None]
-            s_BGS[b, :, :own] = p_GgNS.mean((1, 2))[:, :own]
+                p_HNS = with_sinks(p_HNS, logits_GgNS.logsumexp(-1).flatten(0, 1), sinks_H)
+            s_BGS[b, :, :own] = p_HNS.unflatten(0, (G, -1)).mean((1, 2))[:, :own]
         scores.append(s_BGS)
     return torch.stack(scores)

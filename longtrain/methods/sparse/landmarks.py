@@ -5,6 +5,7 @@ Shapes: B batch, S cache positions, C chunks, H query heads, G KV heads, D head 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,8 @@ class LandmarkRule(LayerRule):
     Source: ShadowKV (arXiv 2410.21465) §3.2, §4.1, Algorithms 1 and 2.
     Note: outliers are a share of the prompt's chunks (the paper: 48 chunks of about 16 thousand), and count
         in the budget. Chunks of generated tokens get landmarks too, unless `prompt_only`: the paper reads all
-        of these. Keys are exact: the paper's low-rank keys concern storage, not selection.
+        of these. Keys are exact: the paper's low-rank keys concern storage, not selection. A landmark stands
+        for each key of its chunk, so a target's attention sink counts against as many scores.
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
@@ -41,7 +43,12 @@ class LandmarkRule(LayerRule):
             self._outliers[layer] = outliers(k_BGSD, self.prompt_B, size, self.config.outliers)
         scores_BGS = torch.full((B, G, S), ALWAYS, device=k_BGSD.device)
         if full_BC.shape[1]:
-            weights_BHC = head_weights(q_BHD, landmarks(k_BGSD, size), full_BC, scale=q_BHD.shape[-1] ** -0.5)
+            scale, sinks_H = self.target.scaling(layer), self.target.sinks(layer)
+            if sinks_H is not None:
+                wide = torch.promote_types(sinks_H.dtype, torch.float32)
+                sinks_H = sinks_H.to(wide) - math.log(size)
+            k_BGCD = landmarks(k_BGSD, size)
+            weights_BHC = head_weights(q_BHD, k_BGCD, full_BC, scale=scale, sinks_H=sinks_H)
             best_BGC = group_scores(weights_BHC, G).float().masked_fill(~full_BC[:, None], ALWAYS)
             special_BGC = self._outliers[layer]
             best_BGC[..., : special_BGC.shape[-1]].masked_fill_(special_BGC, ALWAYS)

@@ -2,8 +2,9 @@
 
 They are what training a draft on an engine's states needs: `config.json`, embeddings, final norm and LM head.
 Norm and embeddings are transformers' own for the architecture (some add 1 to the norm's weight, or scale the
-embeddings); the rest of its model is built on the meta device, without weights, and replaced by a plain Llama
-without layers.
+embeddings); the rest of its model is built on the meta device, without weights. A target of a supported
+family has the facts of the whole one (`families.facts`), so that a draft attaches to that. In another family,
+a plain Llama without layers replaces the rest of the model.
 
 Shapes: E hidden dim.
 """
@@ -25,6 +26,7 @@ from longtrain.files import read_json
 from longtrain.targets.at_hand import source_of
 from longtrain.targets.config_file import eos_ids_of
 from longtrain.targets.ends import TargetEnds
+from longtrain.targets.families.facts import model_facts
 from longtrain.targets.info import ROPE_TYPES, TargetInfo, check_supported, rope_values
 from longtrain.targets.stored.checkpoint import PLAIN
 from longtrain.targets.stored.files import StoredTensors, weight_files
@@ -58,9 +60,16 @@ class ForeignEnds(TargetEnds):
 def runs_here(folder: Path, config: Any) -> bool:
     """Return True if a target is supported and all its weight files are in the folder."""
     try:
-        check_supported(config, str(folder))
         weight_files(folder)
-    except (TargetMismatchError, ArtifactError):
+    except ArtifactError:
+        return False
+    return _supported(config)
+
+
+def _supported(config: Any) -> bool:
+    try:
+        check_supported(config, "")
+    except TargetMismatchError:
         return False
     return True
 
@@ -89,8 +98,9 @@ def foreign_ends(
         TargetMismatchError: the model scales its logits, has another final norm, or a biased head.
     """
     where, config = info["name"], config.get_text_config()
-    norm, embed, facts = _parts(config, dtype, where)
-    facts |= {"rope": _rope(config), "eos_ids": eos_ids_of(config, folder)} | info
+    model, facts = _without_weights(config, dtype, where, context=info.get("max_positions"))
+    norm = model.get_decoder().norm
+    facts |= {"eos_ids": eos_ids_of(config, folder)} | info
     tensors = StoredTensors(folder, device, some=True)
     index = folder / "model.safetensors.index.json"
     places = read_json(index)["weight_map"] if index.is_file() else {name: "" for name in tensors}
@@ -122,8 +132,9 @@ def foreign_ends(
     extra = {"ends": identity({end: (one.shape, sample(one)) for end, one in found.items()}, {})}
     extra |= {"architecture": next(iter(config.architectures or ()), "")} | source_of(folder)
     made = TargetInfo(**facts, extra=extra)
-    model = _stand_in(made)
-    model.model.norm, model.model.embed_tokens = norm, embed
+    if not _supported(config):
+        embed, model = model.get_input_embeddings(), _stand_in(made)
+        model.model.norm, model.model.embed_tokens = norm, embed
     for module, end in ((model.model.embed_tokens, EMBEDDINGS), (model.lm_head, HEAD)):
         value = found.get(end, found[EMBEDDINGS]).to(device, dtype)
         module.weight = nn.Parameter(value, requires_grad=False)
@@ -131,20 +142,26 @@ def foreign_ends(
     return ForeignEnds(model, made, tokenizer, weights=lambda: iter(()))
 
 
-def _parts(config: Any, dtype: torch.dtype, where: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
-    """Return the model's final norm and embeddings, without values, and the facts that a draft takes from it.
+def _without_weights(
+    config: Any, dtype: torch.dtype, where: str, *, context: int | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model on the meta device, and the facts that a draft takes from it.
 
-    The embeddings are transformers' own too, since some scale what they return.
+    Args:
+        config: the config of its text model.
+        dtype: dtype of weights and activations.
+        where: the target's name, for messages.
+        context: most tokens of a text; None: those of the config.
 
-    Note: a draft's MLP has SiLU whatever the target has.
+    Raises:
+        ArtifactError: transformers builds no model of the config.
+        TargetMismatchError: the model scales its logits, has another final norm, or a biased head.
     """
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-        body = model.get_decoder()
-        facts = asdict(Sizes.of_keys(config.to_dict())) | {"rms_norm_eps": config.rms_norm_eps}
-        facts["experts"] = facts["experts"] or {}
-        facts |= {"family": config.model_type, "max_positions": config.max_position_embeddings}
+        body, context = model.get_decoder(), context or config.max_position_embeddings
+        facts = model_facts(model, context) if _supported(config) else _foreign_facts(model, context)
     except Exception as error:
         raise ArtifactError(
             f"the config.json of target {where} describes no model that transformers can build, or lacks "
@@ -159,13 +176,25 @@ def _parts(config: Any, dtype: torch.dtype, where: str) -> tuple[nn.Module, nn.M
         raise TargetMismatchError(
             f"target {where} ({config.model_type}) {why}; its logits are not known from an engine's states"
         )
-    query = next((module for module in body.modules() if hasattr(module, "q_proj")), None)
-    bias = getattr(getattr(query, "q_proj", None), "bias", None) is not None
-    return (
-        norm,
-        body.get_input_embeddings(),
-        {**facts, "qk_norm": hasattr(query, "q_norm"), "attention_bias": bias},
-    )
+    return model, facts
+
+
+def _foreign_facts(model: Any, context: int) -> dict[str, Any]:
+    """Return the facts of a model whose family is not supported; rotary parameters are for whole heads.
+
+    Note: a draft's MLP has SiLU whatever the target has.
+    """
+    config = model.config
+    facts = asdict(Sizes.of_keys(config.to_dict())) | {"rms_norm_eps": config.rms_norm_eps}
+    query = next((module for module in model.get_decoder().modules() if hasattr(module, "q_proj")), None)
+    return facts | {
+        "family": config.model_type,
+        "max_positions": context,
+        "rope": _rope(config),
+        "experts": facts["experts"] or {},
+        "qk_norm": hasattr(query, "q_norm"),
+        "attention_bias": getattr(getattr(query, "q_proj", None), "bias", None) is not None,
+    }
 
 
 def _rope(config: Any) -> dict[str, Any]:

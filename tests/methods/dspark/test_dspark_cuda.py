@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import ChildChoice, TreeShape, Verdict
-from longtrain.decoding.sampling import HashRng, Sampling
+from longtrain.decoding.roles import ChildChoice, TreeShape
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.objective import DSparkObjective
 from longtrain.methods.dspark.runtime import DSparkRuntime
 from longtrain.methods.dspark.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.decoding.tape import both
-from tests.helpers import no_waiting
+from tests.methods.drafts import check_drafting_on_both_devices, check_gradients_in_bf16, on
 
 pytestmark = pytest.mark.gpu
 SHAPE = {**SHAPES["llama_micro"], "num_hidden_layers": 4}
@@ -37,66 +35,19 @@ CONFIGS = {
 def test_training_in_bf16_is_close_to_fp64_and_does_not_wait(name, make_draft, make_batch):
     config = CONFIGS[name]
     exact = random_target(SHAPE, seed=1, dtype=torch.float64, device="cpu")
-    half = random_target(SHAPE, seed=1, dtype=torch.float64, device="cpu").bfloat16().cuda()
     batch = make_batch(exact, [70, 3, 90, 1])
-    plain = make_draft(exact, config)
-    DSparkObjective(plain, exact, config)(batch).total.backward()
-    truth = torch.cat([p.grad.flatten() for p in plain.parameters()])
-
-    def distance(chunk):
-        draft = make_draft(exact, config, torch.float32).cuda()
-        objective = DSparkObjective(draft, half, replace(config, chunk_tokens=chunk))
-        moved = batch.to("cuda", non_blocking=True)
-        for guarded in (False, True):  # the first pass compiles and caches
-            draft.zero_grad()
-            torch.cuda.set_sync_debug_mode("error" if guarded else "default")
-            try:
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = objective(moved)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            loss.total.backward()
-        got = torch.cat([p.grad.flatten() for p in draft.parameters()]).double().cpu()
-        return float((got - truth).norm() / truth.norm())
-
-    whole, chunked = distance(0), distance(32)
-    assert whole < 0.3
-    assert chunked <= 1.2 * whole
+    check_gradients_in_bf16(make_draft, DSparkObjective, exact, config, batch)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
-@torch.no_grad()
 def test_drafting_does_not_wait_and_equals_the_cpu(name, children, make_draft):
-    outputs_of, config = {}, CONFIGS[name]
-    for device in ("cpu", "cuda"):
-        target = random_target(SHAPE, seed=1, dtype=torch.float32, device="cpu").to(device)
-        draft = make_draft(target, config, torch.float32).to(device)
-        runtime = DSparkRuntime(draft, target, config)
-        ids = torch.arange(2, 42, device=device).expand(2, 40)
-        n_B = torch.tensor([40, 23], device=device)
-        cache = target.new_cache(2, 80, 20)
-        outputs = OutputRequest("last", runtime.outputs.hidden)
-        step = target.forward(
-            TokenBatch(torch.arange(40, device=device).expand(2, 40), ids, n_B=n_B), cache, outputs=outputs
-        )
-        cache.commit(None, n_B)
-        runtime.start(ids, n_B, step, cache)
-        root, shape = torch.tensor([5, 6], device=device), TreeShape((2, 4, 4), children)
-        rng = HashRng(0, torch.arange(2, device=device))
-        sampling = Sampling(temperature=0.0 if children is ChildChoice.POINT else 1.0)
-        tree = runtime.propose(root, shape, sampling, rng)
-        n, path = torch.tensor([3, 0], device=device), torch.tensor([[0, 1, 3, 0]] * 2, device=device)
-        rows = TokenBatch(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN)
-        step = target.forward(rows, cache, outputs=OutputRequest("none", runtime.outputs.hidden))
-        with no_waiting() if device == "cuda" else torch.no_grad():
-            runtime.observe(tree, Verdict(path, n, root), step)
-            tree = runtime.propose(root, shape, sampling, rng)
-        outputs_of[device] = [tree.tokens_BN.cpu(), tree.parents_BN.cpu()]
-        if tree.q_BNV is not None:
-            outputs_of[device].append(tree.q_BNV.cpu())
-    for here, there in zip(*outputs_of.values(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+    config = CONFIGS[name]
+
+    def runtime_of(target, device):
+        return DSparkRuntime(make_draft(target, config, torch.float32).to(device), target, config)
+
+    check_drafting_on_both_devices(on(SHAPE), runtime_of, children)
 
 
 @pytest.mark.parametrize("shape", [TreeShape((1,) * 5), TreeShape((3, 4, 2))], ids=str)

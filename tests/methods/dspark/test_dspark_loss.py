@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.methods.dspark.loss import Learned, slot_loss
+from longtrain.methods.dspark.loss import Learned, Weighing, slot_loss
 
 N, E, V, F = 11, 6, 29, 4
 
@@ -42,7 +42,7 @@ def test_value_share_hits_and_gradients_equal_the_formulas(ce, l1, markov, block
     hidden, before, matrix, learned = operands()
     leaves = [x.requires_grad_() for x in ((hidden, before, matrix) if markov else (hidden,))]
     given = (hidden, before, matrix) if markov else (hidden, None, None)
-    found = slot_loss(*given, learned, ce=ce, l1=l1, block_rows=block_rows)
+    found = slot_loss(*given, learned, Weighing("ce_l1", ce, l1), block_rows=block_rows)
     total, accept, hit = eager(*given, learned, ce, l1)
     torch.testing.assert_close(found.total, total, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(found.accept_N, accept, rtol=1e-12, atol=0)
@@ -52,10 +52,29 @@ def test_value_share_hits_and_gradients_equal_the_formulas(ce, l1, markov, block
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("markov", [True, False])
+def test_the_hybrid_goes_from_kl_to_the_refused_share(markov):
+    hidden, before, matrix, learned = operands()
+    leaves = [x.requires_grad_() for x in ((hidden, before, matrix) if markov else (hidden,))]
+    given = (hidden, before, matrix) if markov else (hidden, None, None)
+    found = slot_loss(*given, learned, Weighing("lk_hybrid", kl_decay=2.0), block_rows=4)
+    z = hidden @ learned.head_VE.t() + (before @ matrix.t() if markov else 0)
+    q, p = z.softmax(-1), (learned.hidden_NE @ learned.head_VE.t()).softmax(-1)
+    accept = torch.minimum(p, q).sum(-1)
+    share = torch.exp(-2.0 * accept.detach())
+    each = share * (p * (p.log() - q.log())).sum(-1) + (1 - share) * (1 - accept)
+    total = (each * learned.weights_N).sum()
+    torch.testing.assert_close(found.total, total, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.accept_N, accept.detach(), rtol=1e-12, atol=0)
+    got = torch.autograd.grad(found.total, leaves)
+    for mine, theirs in zip(got, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
 def test_fp32_is_equal_to_its_rounding_and_without_a_gradient_nothing_else_changes():
     hidden, before, matrix, learned = operands(torch.float32)
     total, accept, _ = eager(hidden, before, matrix, learned, 0.1, 0.9)
-    found = slot_loss(hidden, before, matrix, learned, ce=0.1, l1=0.9)
+    found = slot_loss(hidden, before, matrix, learned, Weighing())
     assert not found.total.requires_grad
     torch.testing.assert_close(found.total, total, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.accept_N, accept, rtol=1e-6, atol=1e-6)
@@ -63,12 +82,12 @@ def test_fp32_is_equal_to_its_rounding_and_without_a_gradient_nothing_else_chang
 
 def test_half_precision_keeps_the_matrix_gradient_in_fp32():
     hidden, before, matrix, learned = operands()
-    exact = slot_loss(hidden, before, matrix.requires_grad_(), learned, ce=0.1, l1=0.9).total
+    exact = slot_loss(hidden, before, matrix.requires_grad_(), learned, Weighing()).total
     (expected,) = torch.autograd.grad(exact, matrix)
     single = matrix.detach().float().requires_grad_()
     half = Learned(learned.hidden_NE.bfloat16(), learned.head_VE.bfloat16(), *learned[2:])
     with torch.autocast("cpu", torch.bfloat16):
-        loss = slot_loss(hidden.bfloat16(), before.float(), single, half, ce=0.1, l1=0.9)
+        loss = slot_loss(hidden.bfloat16(), before.float(), single, half, Weighing())
     (got,) = torch.autograd.grad(loss.total, single)
     assert got.dtype == loss.total.dtype == torch.float32
     assert 1e-4 < (got - expected).norm() / expected.norm() < 5e-2
@@ -90,7 +109,7 @@ def test_on_a_gpu_in_bf16_it_is_as_near_to_fp64_as_rounded_logits_allow():
     for dtype in (torch.bfloat16, torch.float64):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, before, 0.03 * matrix)]
         learned = Learned(teacher.to(dtype), head.to(dtype), labels, weights)
-        loss = slot_loss(*leaves, learned, ce=0.1, l1=0.9)
+        loss = slot_loss(*leaves, learned, Weighing())
         loss.total.backward()
         found.append((loss.total.double(), loss.accept_N.double(), [x.grad.double() for x in leaves]))
     (total, accept, grads), (exact_total, exact_accept, exact_grads) = found

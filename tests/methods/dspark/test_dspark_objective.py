@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,10 @@ from plain_block import block_hidden, context_states, last_kv, slot_logits
 from longtrain.data.packing import packed_sequences
 from longtrain.data.packing.batch import Batch
 from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.dspark import objective as module
 from longtrain.methods.dspark.anchors import anchors_of
 from longtrain.methods.dspark.config import Config, layers_of
+from longtrain.methods.dspark.loss import Weighing
 from longtrain.methods.dspark.mask_token import choose_mask_token
 from longtrain.methods.dspark.modules import DSparkDraft
 from longtrain.methods.dspark.objective import DSparkObjective
@@ -22,7 +25,9 @@ from longtrain.methods.dspark.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.training.muon import is_hidden_matrix
 from tests.helpers import gradient_distance
+from tests.methods import drafts
 
+gradients = partial(drafts.gradients, DSparkObjective)
 LENGTHS = [19, 3, 34, 1, 2, 21]
 SMALL = Config(layers=[0, 2], n_layers=2, block_size=5, markov_rank=6, intermediate_size=40, anchor_every=1)
 VARIANTS = {
@@ -51,13 +56,6 @@ def some(n):
     mask = torch.arange(n) % 9 < 6
     mask[5:17] = False
     return mask
-
-
-def gradients(module, target, config, batch, scale=1.0):
-    module.zero_grad()
-    loss = DSparkObjective(module, target, config)(batch)
-    (loss.total * scale).backward()
-    return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def plain(draft, target, config, batch):
@@ -138,6 +136,25 @@ def test_weights_of_labels_scale_their_slots(llama, make_draft, make_batch):
     whole = float(objective(batch).total.detach())
     assert parts[0] > 0 and parts[0] + parts[1] == pytest.approx(whole, rel=1e-6)
     assert parts[2] == pytest.approx(whole + parts[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"objective": "lk_hybrid", "kl_decay": 2.0}, Weighing("lk_hybrid", 0.1, 0.9, 2.0)),
+        ({"ce_weight": 0.3, "l1_weight": 0.5}, Weighing("ce_l1", 0.3, 0.5, 3.0)),
+    ],
+)
+def test_the_slots_learn_by_the_chosen_loss(llama, make_draft, make_batch, monkeypatch, keys, expected):
+    config, seen, real = replace(SMALL, **keys), [], module.slot_loss
+
+    def spy(*args):
+        seen.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(module, "slot_loss", spy)
+    DSparkObjective(make_draft(llama, config), llama, config)(make_batch(llama, [24]))
+    assert seen and set(seen) == {expected}
 
 
 def test_a_block_sees_nothing_at_or_after_its_anchor_but_the_anchor(llama, make_draft):
@@ -291,6 +308,8 @@ def test_what_cannot_be_built_is_refused(llama):
         ({"block_size": 129}, "method.block_size=129.*4 to 128"),
         ({"block_size": 128, "sample_from_anchor": False}, "method.block_size=128.*4 to 127"),
         ({"ce_weight": 0.0, "l1_weight": 0.0}, "method.l1_weight"),
+        ({"kl_decay": 1.0}, "method.kl_decay=1.0; allowed: 3.0 where method.objective=ce_l1"),
+        ({"objective": "lk_hybrid", "ce_weight": 1.0}, "method.ce_weight=1.0; allowed: 0.1 where"),
         ({"target_kv": True}, "method.windows=null; allowed: with method.target_kv=true a window"),
         ({"target_kv": True, "windows": [8, 9]}, "method.windows"),
         ({"target_kv": True, "windows": [8, None], "head_dim": 8}, "method.head_dim=8; allowed: 0 where"),

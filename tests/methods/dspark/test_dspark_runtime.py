@@ -9,14 +9,12 @@ import torch
 from plain_block import block_hidden, context_states, last_kv, slot_logits
 
 from longtrain.artifact import Artifact
-from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.decoding.engine import AUTO, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape, Verdict, completed
+from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape, completed
 from longtrain.decoding.sampling import HashRng, Sampling
-from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.methods.dspark.config import MOST_ROWS, Config
@@ -26,9 +24,9 @@ from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.methods.prompt_lookup.joined import with_lookup
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import TokenBatch
 from tests.decoding.tape import both, tapes  # noqa: F401 (a fixture)
 from tests.helpers import chi_square
+from tests.methods.drafts import accept, path_to, prefilled, texts_of
 
 WARM = Sampling(temperature=1.0)
 SMALL = Config(layers=[0, 2], n_layers=2, block_size=5, markov_rank=6, intermediate_size=40)
@@ -48,44 +46,6 @@ CONFIGS = {
         rope={"rope_type": "default", "rope_theta": 500.0},
     ),
 }
-
-
-def texts_of(*lengths, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, 97, (n,), generator=gen).tolist() for n in lengths]
-
-
-def path_to(tree, row, node):
-    """Nodes from the root to a node."""
-    nodes = []
-    while node >= 0:
-        nodes.append(node)
-        node = int(tree.parents_BN[row, node])
-    return nodes[::-1]
-
-
-def prefilled(target, prompts, outputs):
-    """Padded prompts, their lengths, a cache that holds them, and the target's step."""
-    n = torch.tensor([len(p) for p in prompts])
-    ids = torch.tensor([[*p, *[0] * (int(n.max()) - len(p))] for p in prompts])
-    cache = target.new_cache(len(prompts), ids.shape[1] + 60, 40)
-    pos = torch.arange(ids.shape[1]).expand_as(ids)
-    step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=replace(outputs, logits="last"))
-    cache.commit(None, n)
-    return ids, n, cache, step
-
-
-def accept(target, cache, runtime, tree, paths):
-    """Commit these paths (lists of nodes, root first; empty: the row is over) and tell the draft."""
-    longest = 1 + int(tree.depth_N.max())
-    path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
-    n_B = torch.tensor([len(p) for p in paths])
-    rows = TokenBatch(
-        cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(visible(tree.parents_BN))
-    )
-    step = target.forward(rows, cache, outputs=replace(runtime.outputs, logits="none"))
-    cache.commit(path_BP, n_B)
-    runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), step)
 
 
 @torch.no_grad()

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
-from longtrain.decoding.sampling import HashRng, Sampling
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.spec import SPEC
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.decoding.micro import prompts_of, snapkv
 from tests.decoding.micro import target as micro
 from tests.decoding.tape import both, tapes  # noqa: F401 (a fixture)
-from tests.helpers import no_waiting
+from tests.methods.drafts import check_drafting_on_both_devices, on
 
 SMALL = {"layers": [0, 1], "draft_vocab_size": 40, "depths": 4}
 CONFIGS = {
@@ -66,36 +65,13 @@ def test_evicted_prompts(name, make_draft, tapes):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("children", [ChildChoice.POINT, ChildChoice.IID])
-@torch.no_grad()
 def test_drafting_does_not_wait_and_equals_the_cpu(name, children, make_draft):
-    laws, config = {}, CONFIGS[name]
-    for device in ("cpu", "cuda"):
-        target = random_target("llama_micro", seed=1, dtype=torch.float32, device="cpu").to(device)
-        runtime = Eagle3Runtime(make_draft(target, config, torch.float32).to(device), target, config)
-        ids = torch.arange(2, 42, device=device).expand(2, 40)
-        n_B = torch.tensor([40, 23], device=device)
-        cache = target.new_cache(2, 80, 20)
-        outputs = OutputRequest("last", runtime.outputs.hidden)
-        step = target.forward(
-            TokenBatch(torch.arange(40, device=device).expand(2, 40), ids, n_B=n_B), cache, outputs=outputs
-        )
-        cache.commit(None, n_B)
-        runtime.start(ids, n_B, step, cache)
-        root, shape = torch.tensor([5, 6], device=device), TreeShape((2, 4, 4), children)
-        rng = HashRng(0, torch.arange(2, device=device))
-        sampling = Sampling(temperature=0.0 if children is ChildChoice.POINT else 1.0)
-        tree = runtime.propose(root, shape, sampling, rng)
-        n, path = torch.tensor([3, 0], device=device), torch.tensor([[0, 1, 3, 0]] * 2, device=device)
-        rows = TokenBatch(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN)
-        step = target.forward(rows, cache, outputs=OutputRequest("none", runtime.outputs.hidden))
-        with no_waiting() if device == "cuda" else torch.no_grad():
-            runtime.observe(tree, Verdict(path, n, root), step)
-            tree = runtime.propose(root, shape, sampling, rng)
-        laws[device] = [tree.tokens_BN.cpu(), tree.parents_BN.cpu()]
-        if tree.q_BNV is not None:
-            laws[device].append(tree.q_BNV.cpu())
-    for here, there in zip(*laws.values(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+    config = CONFIGS[name]
+
+    def runtime_of(target, device):
+        return Eagle3Runtime(make_draft(target, config, torch.float32).to(device), target, config)
+
+    check_drafting_on_both_devices(on("llama_micro"), runtime_of, children)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.rope import ModuleRope
 from tests.helpers import gradient_distance
+from tests.methods import drafts
 
+gradients = partial(drafts.gradients, Eagle3Objective)
 LENGTHS = [19, 3, 34, 1, 2, 21]
 SMALL = Config(layers=[0, 1], draft_vocab_size=31, intermediate_size=40)
 """Seven depths, as in the paper, over two layers of a small target."""
@@ -46,13 +49,6 @@ VARIANTS = {
         anchor_offset=True,
     ),
 }
-
-
-def gradients(module, target, config, batch, scale=1.0):
-    module.zero_grad()
-    loss = Eagle3Objective(module, target, config)(batch)
-    (loss.total * scale).backward()
-    return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def some(n):

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
+from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
 from longtrain.decoding.sampling import HashRng, Sampling
-from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
@@ -24,7 +22,8 @@ from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.methods.rope import ModuleRope
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import OutputRequest, TokenBatch
+from longtrain.targets.step import OutputRequest
+from tests.methods.drafts import accept, path_to, path_tokens, prefilled, texts_of
 
 WARM = Sampling(temperature=1.0)
 SMALL = {"layers": [0, 1], "draft_vocab_size": 40, "depths": 4}
@@ -86,44 +85,6 @@ def law_of(draft, target, config, text, path):
         entry, residual = draft.enter(embed(torch.tensor([following])), carried)
 
 
-def path_to(tree, row, node):
-    """Nodes from the root to a node."""
-    nodes = []
-    while node >= 0:
-        nodes.append(node)
-        node = int(tree.parents_BN[row, node])
-    return nodes[::-1]
-
-
-def prefilled(target, prompts, outputs):
-    """Padded prompts, their lengths, a cache that holds them, and the target's step."""
-    n = torch.tensor([len(p) for p in prompts])
-    ids = torch.tensor([[*p, *[0] * (int(n.max()) - len(p))] for p in prompts])
-    cache = target.new_cache(len(prompts), ids.shape[1] + 60, 40)
-    pos = torch.arange(ids.shape[1]).expand_as(ids)
-    step = target.forward(TokenBatch(pos, ids, n_B=n), cache, outputs=replace(outputs, logits="last"))
-    cache.commit(None, n)
-    return ids, n, cache, step
-
-
-def accept(target, cache, runtime, tree, paths, *, levels=None):
-    """Commit these paths (lists of nodes, root first; empty: the row is over) and tell the draft."""
-    longest = 1 + (levels or int(tree.depth_N.max()))
-    path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
-    n_B = torch.tensor([len(p) for p in paths])
-    rows = TokenBatch(
-        cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(visible(tree.parents_BN))
-    )
-    step = target.forward(rows, cache, outputs=replace(runtime.outputs, logits="none"))
-    cache.commit(path_BP, n_B)
-    runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), step)
-
-
-def texts_of(*lengths, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, 97, (n,), generator=gen).tolist() for n in lengths]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 4, 3)], ids=str)
 @torch.no_grad()
@@ -140,7 +101,7 @@ def test_every_node_has_the_law_of_the_recursion_from_scratch(name, widths, llam
     for cycle in range(4):
         tree = runtime.propose(roots, TreeShape(widths, ChildChoice.IID), WARM, rng)
         for row, node in itertools.product(range(3), range(inner)):
-            path = [int(tree.tokens_BN[row, i]) for i in path_to(tree, row, node)]
+            path = path_tokens(tree, row, node)
             children = law_of(draft, llama, config, texts[row], path)
             torch.testing.assert_close(tree.q_BNV[row, node], children, rtol=1e-6, atol=1e-9)
         leaf = inner + cycle % widths[-1]

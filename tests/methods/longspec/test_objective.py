@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,15 +19,10 @@ from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.step import OutputRequest
 from tests.helpers import gradient_distance
+from tests.methods import drafts
 
+gradients = partial(drafts.gradients, LongSpecObjective)
 LENGTHS = [37, 3, 90, 1, 2, 61]
-
-
-def gradients(module, target, config, batch, scale=1.0):
-    module.zero_grad()
-    loss = LongSpecObjective(module, target, config)(batch)
-    (loss.total * scale).backward()
-    return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.data.packing import packed_sequences
 from longtrain.decoding.engine import Engine
@@ -22,7 +21,8 @@ from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
+from longtrain.targets.step import OutputRequest, TargetStep
+from tests.methods.drafts import accept, path_to, path_tokens, prefilled, texts_of
 
 WINDOW = 6
 CONFIG = Config(window=WINDOW)
@@ -43,49 +43,11 @@ def trained_law(draft, target, tokens, depth, window=WINDOW):
     return target.head(hidden)[0].softmax(-1)
 
 
-def path_tokens(tree, row, node):
-    """Tokens from the root to a node."""
-    tokens = []
-    while node >= 0:
-        tokens.append(int(tree.tokens_BN[row, node]))
-        node = int(tree.parents_BN[row, node])
-    return tokens[::-1]
-
-
-def prefilled(target, prompts):
-    """Padded prompts, their lengths, and a cache that holds them."""
-    n = torch.tensor([len(p) for p in prompts])
-    longest = int(n.max())
-    ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
-    cache = target.new_cache(len(prompts), longest + 60, 40)
-    pos = torch.arange(longest).expand_as(ids)
-    step = target.forward(TokenBatch(pos, ids, n_B=n), cache)
-    cache.commit(None, n)
-    return ids, n, cache, step
-
-
-def accept(target, cache, runtime, tree, paths):
-    """Commit these paths (lists of nodes, root first; empty: the row is over) and tell the draft."""
-    longest = 1 + int(tree.depth_N.max())
-    path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
-    n_B = torch.tensor([len(p) for p in paths])
-    k = tree.tokens_BN.shape[1]
-    sees = torch.eye(k, dtype=torch.bool).repeat(len(paths), 1, 1)
-    for b, i in itertools.product(range(len(paths)), range(k)):
-        parent = int(tree.parents_BN[b, i])
-        if parent >= 0:
-            sees[b, i] |= sees[b, parent]
-    target.forward(TokenBatch(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(sees)), cache)
-    cache.commit(path_BP, n_B)
-    runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), TargetStep())
-
-
 @pytest.mark.parametrize("widths", [(2, 4, 3), (3, 1, 5)])
 def test_every_node_has_the_law_training_gives_its_path(target, make_draft, widths):
     draft = make_draft(target, CONFIG)
     runtime = LongSpecRuntime(draft, target, CONFIG)
-    gen = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (29, 3, 14)]
+    texts = texts_of(29, 3, 14)
     ids, n_B, cache, step = prefilled(target, texts)
     runtime.start(ids, n_B, step, cache)
     shape, rng = TreeShape(widths, ChildChoice.IID), HashRng(1, torch.arange(3))
@@ -99,13 +61,7 @@ def test_every_node_has_the_law_training_gives_its_path(target, make_draft, widt
             children = trained_law(draft, target, tokens, int(tree.depth_N[node]))
             torch.testing.assert_close(tree.q_BNV[row, node], children, rtol=1e-9, atol=1e-12)
         leaf = inner + cycle % widths[-1]
-        paths = []
-        for row in range(3):
-            path, node = [], leaf
-            while node >= 0:
-                path.append(node)
-                node = int(tree.parents_BN[row, node])
-            paths.append(path[::-1][: len(widths) + 1 - (row + cycle) % 3])
+        paths = [path_to(tree, row, leaf)[: len(widths) + 1 - (row + cycle) % 3] for row in range(3)]
         if cycle == 3:
             paths[1] = []  # over: nothing committed, the draft must not move
         accept(target, cache, runtime, tree, paths)

@@ -13,7 +13,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods import policies
-from longtrain.methods.policies import speckv
+from longtrain.methods.policies import laq, speckv
 from longtrain.targets.loading import load_target
 
 from .naive import Eager, Evicted, group_mean, micro, pooled, top_with_window
@@ -105,6 +105,30 @@ def test_laq_scores_with_queries_of_the_evicted_copy(shape, second, softmax, mon
         expected, tokens = laq_reference(target, prompt, second=second, softmax=softmax)
         assert decoded[0][seq] == tokens
         assert kept(keep, seq) == expected
+
+
+def test_laq_on_the_prompt_alone_scores_with_the_targets_own_scale(monkeypatch):
+    """Gemma does not scale by head_dim ** -0.5; beside the plain formula with the queries that LAQ saw."""
+    target = micro("gemma3_micro", query_pre_attn_scalar=1024)
+    seen, real = [], laq._on_prompt
+
+    def spy(run, last, rows, *, shifted):
+        out = real(run, last, rows, shifted=shifted)
+        for at, layer in enumerate(run.layers):
+            q_NHD = torch.cat((last.pieces(layer)[0][0], rows.pieces(layer)[0][0]))
+            k_TGD = run.cache.prefix(layer)[0][0, : run.lengths[0]]
+            seen.append((out[at, 0], q_NHD, k_TGD, target.scaling(layer)))
+        return out
+
+    monkeypatch.setattr(laq, "_on_prompt", spy)
+    policy = policies.get("laq", budget=Budget(TOKENS), window=WINDOW, n_tokens=M, softmax="prompt")
+    policy.select(prefilled(target, prompts_of(50), policy))
+    for got_GS, q_NHD, k_TGD, scale in seen:
+        assert scale != q_NHD.shape[-1] ** -0.5
+        q_NGgD = q_NHD.unflatten(1, (k_TGD.shape[1], -1))
+        p_NGgT = torch.einsum("nghd,tgd->nght", q_NGgD, k_TGD).mul(scale).softmax(-1)
+        torch.testing.assert_close(got_GS, p_NGgT.mean((0, 2)), atol=1e-12, rtol=1e-12)
+    assert seen
 
 
 def test_laqs_softmaxes_keep_different_rows():
