@@ -43,7 +43,8 @@ DTYPES = ("F32", "F16", "BF16")
 log = get_logger(__name__)
 
 PROBE = 256
-"""Tokens of the first document whose loss under the target is logged: another last layer shows there."""
+"""First tokens of a document that are compared with their embeddings; of the first document their loss under
+the target is logged, too: another last layer shows there."""
 AGAIN = "delete it, and have the engine write it again"
 
 
@@ -300,13 +301,15 @@ class EngineStates(FeatureFiles):
                 log.info(message, file.name, nats, guess)
                 return
             advice = (
-                "; usual are 1 to 4, of text that the target knows: check that the engine ran this target, "
-                "and wrote its last layer (%d in eagle_aux_hidden_state_layer_ids)"
+                "; of text that the target knows it is far below that: check that the engine ran this "
+                "target, and wrote its last layer (%d in eagle_aux_hidden_state_layer_ids)"
             )
             log.warning(message + advice, file.name, nats, guess, target.info.n_layers)
 
     def _from_embeddings(self, tensors: dict[str, Tensor], first_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's relative distance from its embedding, and what rounding allows: two of [T].
+        """Return the first tokens' relative distances from their embeddings, and what rounding allows.
+
+        Each is [T], of `PROBE` tokens at most.
 
         The distance is that from the embeddings times the one factor that fits best, since some
         architectures multiply them, and an engine rounds that factor. At least bf16's rounding is allowed:
@@ -316,13 +319,13 @@ class EngineStates(FeatureFiles):
             tensors: a file's tensors, as they are stored.
             first_TE: the states of its first layer, with the scales applied.
         """
-        ids_T, first_TE = tensors[IDS].long().to(self.target.device), first_TE.float()
+        ids_T, first_TE = tensors[IDS][:PROBE].long().to(self.target.device), first_TE[:PROBE].float()
         embeds_TE = self.target.embed(ids_T).float().cpu()
         factor = (first_TE * embeds_TE).sum() / embeds_TE.square().sum().clamp_min(1e-30)
         size_T = first_TE.norm(dim=-1).clamp_min(1e-30)
         stored = torch.finfo(tensors[STATES].dtype)
         eps = max(stored.eps, torch.finfo(torch.bfloat16).eps)
-        step_T = tensors[SCALES].flatten().float() if SCALES in tensors else torch.ones(len(size_T))
+        step_T = tensors[SCALES].flatten()[:PROBE].float() if SCALES in tensors else torch.ones(len(size_T))
         step_T = step_T * (stored.smallest_normal * stored.eps)  # between the smallest values of the dtype
         apart_T = (first_TE - factor * embeds_TE).norm(dim=-1) / size_T
         return apart_T, 2 * eps + step_T * math.sqrt(first_TE.shape[-1]) / size_T

@@ -676,6 +676,9 @@ def test_speeds_are_told_from_the_start_and_while_places_are_refilled(tmp_path, 
     full = [count for count in told if count >= 7]
     assert made.steady_tokens_per_s > made.tokens_per_s > 0
     assert sum(told) == made.n_tokens and len(full) > len(told) / 2
+    (began, first), (ended, last) = made._full
+    assert 0 < first < last < made.n_tokens and 0 < began < ended < made.seconds
+    assert made.steady_tokens_per_s == (last - first) / (ended - began)
     few = answered(tmp_path / "few", Fake(), n=3, batch=8)  # all begin before the first token
     assert few.steady_tokens_per_s > 0
     none = answered(tmp_path, Fake(), n=3, batch=8)

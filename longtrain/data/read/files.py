@@ -140,10 +140,13 @@ def visible(root: Path, without: Collection[str] = ()) -> list[Path]:
         return []
     found: list[Path] = []
     for entry in sorted(shown, key=lambda one: one.name):  # name by name, which is the order of the paths
-        if entry.is_dir(follow_symlinks=False):
-            found += visible(root / entry.name, without)
-        elif (root / entry.name).is_file() if entry.is_symlink() else entry.is_file():
-            found.append(root / entry.name)
+        path = root / entry.name
+        if entry.is_symlink():  # an entry would raise for a link to itself, which a path says is no file
+            found += [path] if path.is_file() else []
+        elif entry.is_dir():
+            found += visible(path, without)
+        elif entry.is_file():
+            found.append(path)
     return found
 
 
