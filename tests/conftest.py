@@ -89,10 +89,15 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _mounted_once() -> Iterator[None]:
-    """`cli.mount()` reads all recipes, which takes longer than to compose one: not twice in a row."""
-    from longtrain import cli, methods
+    """`cli.mount()` reads all recipes, which takes longer than to compose one: not twice in a row.
 
-    mount, last = cli.mount, []
+    Where the words of a command differ, only recipes of which Hydra's store has another text are read again.
+    """
+    from longtrain import cli, methods
+    from longtrain.prompt import store
+
+    mount, read, last = cli.mount, store._read, []
+    held: dict[str, tuple[Path, str]] = {}
 
     def once(words: Sequence[str] | None = None) -> None:
         now = [words, *methods.__path__]
@@ -101,8 +106,14 @@ def _mounted_once() -> Iterator[None]:
             mount(words)
             last[:] = now
 
+    def read_once(folder: Path, name: str, suite: str) -> None:
+        if held.get(name) != (folder, suite):
+            read(folder, name, suite)
+            held[name] = folder, suite
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "mount", once)
+        patch.setattr(store, "_read", read_once)
         yield
 
 

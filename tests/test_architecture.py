@@ -99,6 +99,12 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of that tree; to walk it takes longer than to parse it."""
+    return tuple(ast.walk(parsed(text)))
+
+
 def part_of(file: Path) -> str:
     """The tier table's name of a file: `targets` of targets/model.py, `cli` of cli.py."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -108,7 +114,7 @@ def part_of(file: Path) -> str:
 def imports_of(text: str) -> list[tuple[str, str]]:
     """(module, name) of every import in a text, wherever it stands; name is empty for `import module`."""
     found = []
-    for node in ast.walk(parsed(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -251,12 +257,18 @@ def test_files_hold_one_idea() -> None:
 
 def file_imports(file: Path, root: Path = PACKAGE) -> set[Path]:
     """The files of the package that a file imports, wherever the import stands, but not for types alone."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
+    text = file.read_text(encoding="utf-8")
+    for_types = {
+        id(child)
+        for node in nodes(text)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(text):
+        if id(node) in for_types:
+            continue
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -311,7 +323,7 @@ def class_names(files: list[Path]) -> dict[str, list[str]]:
     """Name of each class -> the files that define it."""
     found: dict[str, list[str]] = {}
     for file in files:
-        for node in ast.walk(parsed(file.read_text(encoding="utf-8"))):
+        for node in nodes(file.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(file))
     return found
@@ -331,7 +343,7 @@ def test_no_folder_hides_its_files() -> None:
 def docstrings(file: Path) -> list[tuple[int, str]]:
     """(line, text) of every docstring: of the module, of classes and functions, and below attributes."""
     found = []
-    for node in ast.walk(parsed(file.read_text(encoding="utf-8"))):
+    for node in nodes(file.read_text(encoding="utf-8")):
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else []:
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
@@ -371,9 +383,7 @@ def named_methods(file: Path) -> list[str]:
     """Where a file names a method: in a string, by looking into a method's config, or by an import."""
     text = file.read_text(encoding="utf-8")
     words = {
-        node.value
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value for node in nodes(text) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     said = {line for _, line in docstrings(file)} | SUITES
     found = sorted(word for word in words - said for name in METHODS if re.search(rf"\b{name}\b", word))

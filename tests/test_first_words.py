@@ -140,3 +140,5 @@ def test_a_job_says_what_was_typed_and_where_all_keys_are(run) -> None:
     assert "all keys: longtrain config bench suite=engine name=abc" in loud.stderr and not loud.stdout
     assert len(loud.stderr.splitlines()) < 8
     assert "all keys" not in run(*words, "quiet=true").stderr
+    spaced = run(*words, "optim.lr_multipliers={lm_head*: 0.5}").stderr
+    assert "longtrain config bench suite=engine name=abc 'optim.lr_multipliers={lm_head*: 0.5}'" in spaced

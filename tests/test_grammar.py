@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
@@ -84,6 +85,15 @@ def test_names_in_a_list() -> None:
     assert arrives(f"runs={in_list(['a=b', 'it', '???'])}") == ["a=b", "it", "???"]
 
 
+def test_keys_of_a_mapping_may_be_in_quotes() -> None:
+    assert arrives("optim.lr_multipliers={\"*mlp*\": 0.5, '*.norm.*':2}") == {"*mlp*": 0.5, "*.norm.*": 2}
+    assert arrives("x={'a b':1, '(c:d, e=f) [g] {h}' : 2}") == {"a b": 1, "(c:d, e=f) [g] {h}": 2}
+    assert arrives("x=[{'a': {'b': 'it: \"c\": 1'}}]") == [{"a": {"b": 'it: "c": 1'}}]
+    for key in ("1", "1e3", "true", "null", "", "é", "a\\b"):
+        with pytest.raises(HydraException):  # rather than another key than the one that was typed
+            arrives(f"x={{'{key}': 1}}")
+
+
 def test_names_with_commas_are_several_in_a_sweep() -> None:
     words = [in_grammar("data.text=/home/josé/a b.txt,b.txt,'c,d'", sweeps=True), "-m", "--config-dir", "x"]
     (override,) = OverridesParser.create().parse_overrides(words[:1])
@@ -93,6 +103,82 @@ def test_names_with_commas_are_several_in_a_sweep() -> None:
     assert found == ["/home/josé/a b.txt", "b.txt", "c,d"]
     assert in_grammar("name=choice(a,b)", sweeps=True) == "name=choice(a,b)"
     assert arrives("prompt=a, b", sweeps=True) == "a, b"
+
+
+@pytest.mark.parametrize(
+    "job, option, key",
+    [
+        ("train", "optim=muon", "optim.lr_multipliers"),
+        ("train", "trainer=cpu", "trainer.lightning"),
+        ("train", "trainer=deepspeed_zero2", "trainer.strategy"),
+        ("train", "callbacks=default", "callbacks.extra"),
+        ("train", "target=llama32_1b", "target.shape"),
+        ("train", "method=eagle3", "method.rope"),
+        ("train", "data=small", "data.stages.0"),
+        ("eval", "evict=adakv", "evict.options"),
+        ("answers", "data=text", "ask"),
+        ("answers", "data=text", "ask_weights"),
+    ],
+)
+def test_a_mapping_takes_new_keys(job: str, option: str, key: str, run: Run) -> None:
+    """With a `+` or without: each setting whose value is a mapping, be its keys free or known."""
+    found = []
+    for plus in ("", "+", "++"):
+        done = run("config", job, option, f"{plus}{key}={{*first*: 0.5, second: {{third: x}}}}", "seed=3")
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+        value = OmegaConf.select(OmegaConf.create(done.stdout), key)
+        assert value["*first*"] == 0.5 and value["second"] == {"third": "x"}
+    assert len({*found}) == 1
+
+
+def test_the_keys_of_a_mapping_that_is_there_stay(run: Run) -> None:
+    done = run("config", "train", "+debug=smoke", "trainer.lightning={fast_dev_run: true}")
+    kept = OmegaConf.create(done.stdout).trainer.lightning
+    assert kept == {"limit_val_batches": 2, "fast_dev_run": True}
+
+
+def test_an_empty_mapping_for_one_with_keys_is_refused_and_what_empties_it_is_told(run: Run) -> None:
+    done = run("config", "train", "+recipe=eagle3_qwen25_coder", "optim.lr_multipliers={}")
+    says = (
+        "optim.lr_multipliers={} adds no key to those it has: lm_head*; write ~optim.lr_multipliers to leave "
+        "them out, or optim.lr_multipliers={KEY: VALUE} to add one"
+    )
+    assert done.returncode == 1 and says in done.stderr
+    done = run("config", "train", "+recipe=eagle3_qwen25_coder", "~optim.lr_multipliers")
+    assert done.returncode == 0 and not OmegaConf.create(done.stdout).optim.get("lr_multipliers")
+    done = run("config", "train", "+recipe=eagle3_tiny", "optim.lr_multipliers={}")
+    assert done.returncode == 0 and OmegaConf.create(done.stdout).optim.lr_multipliers == {}
+
+
+def test_every_empty_mapping_takes_new_keys() -> None:
+    """Those of the configuration files are among the settings above."""
+    found = {
+        f"{file.parent.name}.{key}"
+        for file in asset_dir("conf").glob("*/*.yaml")
+        for key in re.findall(r"(?m)^(\w+): \{\}", file.read_text(encoding="utf-8"))
+    }
+    assert found == {"optim.lr_multipliers", "trainer.lightning", "callbacks.extra", "evict.options"}
+
+
+def test_a_wrong_value_in_a_mapping_is_refused_when_it_is_read(run: Run) -> None:
+    done = run("train", "+recipe=longspec_tiny", "optim.lr_multipliers={norm: x}", "dry_run=true")
+    says = "optim.lr_multipliers={'norm': 'x'}; allowed: {PATTERN: FACTOR, ...}, each factor a number"
+    assert done.returncode == 1 and says in done.stderr
+
+
+def test_a_key_that_is_nowhere_is_refused_whatever_its_value(run: Run) -> None:
+    assert "unknown key 'optim.lr_multiplier'; did you mean optim.lr_multipliers?" in (
+        run("config", "train", "optim.lr_multiplier={a: 1}").stderr
+    )
+    assert "unknown key 'foo'" in run("config", "train", "foo={a: 1}").stderr
+    says = (
+        "optim.lr_multipliers has no keys yet; write '+optim.lr_multipliers.norm=VALUE' or "
+        "'optim.lr_multipliers={norm: VALUE}'"
+    )
+    assert says in run("config", "train", "optim.lr_multipliers.norm=0.5").stderr
+    says = "no item of data.stages has 'data.stages.0.weights' yet; write '++data.stages.0.weights=VALUE' if"
+    assert says in run("config", "train", "data=text", "data.stages.0.weights={book: 1}").stderr
 
 
 def test_a_command_finds_its_files_in_a_folder_of_any_name(

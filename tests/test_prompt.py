@@ -26,16 +26,18 @@ from longtrain.prompt.interrupts import NOTHING_DONE
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 LIGHT = (
-    "import sys; sys.argv = ['longtrain', *WORDS]; from longtrain import cli\n"
-    "try: cli.main()\n"
-    "except SystemExit: pass\n"
-    "print([m for m in NAMES if m in sys.modules])"
+    "import sys; from longtrain import cli\n"
+    "for words in COMMANDS:\n"
+    "    sys.argv = ['longtrain', *words]\n"
+    "    try: cli.main()\n"
+    "    except SystemExit: pass\n"
+    "    print([m for m in NAMES if m in sys.modules])"
 )
 
 
-def alone(words: list[str], *names: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, which says at its end which of the packages it has imported."""
-    code = LIGHT.replace("WORDS", repr(words)).replace("NAMES", repr(names))
+def alone(*commands: list[str], names: tuple[str, ...], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Commands in a process of their own, which says after each which of the packages are imported by now."""
+    code = LIGHT.replace("COMMANDS", repr(commands)).replace("NAMES", repr(names))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=cwd, env=env
@@ -44,7 +46,7 @@ def alone(words: list[str], *names: str, cwd: Path) -> subprocess.CompletedProce
 
 def loaded(words: list[str], *names: str, cwd: Path) -> str:
     """Which of the packages a command imports in a process of its own."""
-    return alone(words, *names, cwd=cwd).stdout.splitlines()[-1]
+    return alone(words, names=names, cwd=cwd).stdout.splitlines()[-1]
 
 
 def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
@@ -166,12 +168,13 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     assert "runs/mine_0" in done.stdout and "runs/mine_1" in done.stdout
     names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
     assert loaded(["plan", "target=tiny", "gpu=FOO"], "numpy", cwd=tmp_path) == "[]"
-    for wrong in (
-        ["eval"],
-        ["eval", "suite=needle", "suite.text=no"],
-        ["bench", "suite=engine", "lengths=x"],
-    ):
-        assert loaded([*wrong, "target=tiny"], "torch", cwd=tmp_path) == "[]"
+    wrong = (
+        ["eval", "target=tiny"],
+        ["eval", "suite=needle", "suite.text=no", "target=tiny"],
+        ["bench", "suite=engine", "lengths=x", "target=tiny"],
+    )
+    done = alone(*wrong, names=("torch",), cwd=tmp_path)
+    assert done.stdout.splitlines() == ["[]"] * 3 and done.stderr.count("longtrain: error: ") == 3
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])
 
 
@@ -532,7 +535,7 @@ def test_a_member_of_joint_training_replaces_nothing_else_either(tmp_path: Path,
 def test_a_name_that_is_being_trained_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     with lock(tmp_path / "runs/x/.train.lock"):
         words = ["train", "+recipe=longspec_tiny", "name=x", f"home={tmp_path}"]
-        done = alone(words, "torch", cwd=tmp_path)
+        done = alone(words, names=("torch",), cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "name=x is being trained by another process" in done.stderr
     assert [path.name for path in (tmp_path / "runs/x").iterdir()] == [".train.lock"]

@@ -90,18 +90,6 @@ class ArenaCache(KVCache):
         if self._dropped_B is not None:
             self._dropped_B.copy_(self.len_B - self.rows_B)
 
-    def put(self, place: int, cache: DenseCache, row: int, tokens: int) -> None:
-        """Copy the first entries of a sequence of a cache to one of this arena, whose length stays (`begin`).
-
-        Args:
-            place: sequence of this arena.
-            cache: the cache.
-            row: sequence of that cache.
-            tokens: number of entries.
-        """
-        self.store.k_LBGSD[:, place, :, :tokens] = cache.k_LBGSD[:, row, :, :tokens]
-        self.store.v_LBGSD[:, place, :, :tokens] = cache.v_LBGSD[:, row, :, :tokens]
-
     def begin(self, place_N: Tensor, tokens_N: Tensor) -> None:
         """Let some sequences go on from their first entries; the others stay as they are.
 

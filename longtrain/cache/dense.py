@@ -7,6 +7,7 @@ head dim, R = T * H / G packed rows (the queries of one KV head), Q = B * T new 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,7 @@ from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.segments import by_sequence, end_to_end
 from longtrain.kernels.attention.split import split_attention, split_serves
+from longtrain.kernels.tree_attention import CAUSAL, kernel_serves, tree_attention
 
 _SLACK = 64
 """Largest drift of the host's bound on lengths before the exact lengths are read from the device."""
@@ -85,6 +87,9 @@ class DenseCache(KVCache):
         self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
         self._row_B = torch.arange(batch, device=device)
+        self._at: tuple[Tensor, Tensor] | None = None
+        """Entry at which each KV head begins in a layer's buffer of all heads, and its number of entries,
+        int64_BG, if these are some sequences of another cache (`some`)."""
         self._low = self._high = self._synced_high = 0
         self._known: tuple[int, ...] | None = None
         """Stored entries of each sequence if the host was told (`rewind`) and nothing was committed since."""
@@ -114,7 +119,7 @@ class DenseCache(KVCache):
         T = k_BGTD.shape[2]
         self._tail = T
         self._tighten(T)
-        if self._high == 0:
+        if self._high == 0 and self._at is None:
             self.k_LBGSD[layer, :, :, :T] = k_BGTD
             self.v_LBGSD[layer, :, :, :T] = v_BGTD
             return
@@ -129,12 +134,20 @@ class DenseCache(KVCache):
         """
         T = q_BHTD.shape[2]
         if isinstance(mask, Causal) and self._high == 0 and T > 1:
-            k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
+            k, v = self._stored(layer, T)
             return scaled_dot_product_attention(
                 q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
             ), None
         if self._each_serves(mask, T):
             return self._attend_each(layer, q_BHTD, scale)
+        if self._at is not None and isinstance(mask, Causal):
+            first_BG, len_BG = self._at
+            k_BGND, v_BGND = (
+                buffer[layer].flatten(0, 2).expand(*len_BG.shape, -1, -1)
+                for buffer in (self.k_LBGSD, self.v_LBGSD)
+            )
+            if kernel_serves(q_BHTD, k_BGND, v_BGND):
+                return tree_attention(q_BHTD, k_BGND, v_BGND, len_BG, CAUSAL, scale=scale, first_BG=first_BG)
         with_lse = isinstance(mask, PrefixOnly) and mask.lse
         out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=with_lse)
         if isinstance(mask, PrefixOnly):
@@ -251,6 +264,8 @@ class DenseCache(KVCache):
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self._known = None
         self.len_B = self.len_B + n_B
+        if self._at is not None:
+            self._at = self._at[0], self._at[1] + n_B[:, None]
         self._slots_BT = None
         self._visible.clear()
 
@@ -269,16 +284,40 @@ class DenseCache(KVCache):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Drop entries committed beyond `lengths` (on the host, none above the present one)."""
-        self.len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
+        len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
+        self._counted(len_B, lengths)
+
+    def _counted(self, len_B: Tensor, lengths: Sequence[int]) -> None:
+        """Set the number of committed entries of each sequence, on the device and on the host."""
+        self.len_B = len_B
         self._low, self._high = min(lengths), max(lengths)
         self._synced_high = self._high
         self._known = tuple(lengths)
         self._slots_BT = None
         self._visible.clear()
 
+    def some(self, row_N: Tensor, len_N: Tensor, lengths: Sequence[int]) -> DenseCache:
+        """Some of the sequences as a cache of their own over the same buffers, each with its first entries.
+
+        Not of a cache that drops entries. The new cache writes to the buffers and changes nothing else here.
+
+        Args:
+            row_N: the sequences, int64 on the device, none twice.
+            len_N: number of entries of each that are committed in the new cache, likewise.
+            lengths: the same numbers on the host.
+        """
+        _, _, G, S, _ = self.k_LBGSD.shape
+        head_G = torch.arange(G, device=row_N.device)
+        some = copy(self)
+        some._row_B, some._visible = row_N, {}
+        some._at = (row_N[:, None] * G + head_G) * S, len_N[:, None].repeat(1, G)
+        some._counted(len_N, lengths)
+        return some
+
     def _stored(self, layer: int, used: int) -> tuple[Tensor, Tensor]:
         """A layer's K and V at the first `used` buffer positions, each [B, G, used, D]."""
-        return self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
+        k_BGSD, v_BGSD = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
+        return (k_BGSD, v_BGSD) if self._at is None else (k_BGSD[self._row_B], v_BGSD[self._row_B])
 
     def bytes(self) -> int:
         """Bytes of K, V and lengths."""

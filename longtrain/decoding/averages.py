@@ -13,7 +13,7 @@ MEMORY = 32
 """Cycles that a call's acceptance looks back: each loses 1/32 of its weight with every later one."""
 LONG_MEMORY = 256
 """The same of the averages over all calls of a kind, from which a call starts."""
-TRUST = 4
+TRUST = 2
 """Most drafts that these weigh at the start of a call: its own text soon counts for more."""
 PRIOR = 0.8
 """Acceptance expected of a level of drafts that was not tried lately, with the weight of one draft. It is
@@ -22,10 +22,9 @@ TIMES = 2
 """Measured times of a cycle before they are used: a single one may be an outlier."""
 MAX_LOSS = 0.0125
 """Share of plain decoding's time that an engine may lose by drafting."""
-UPFRONT = 128
-"""Tokens for which this share may be lost before they are generated, once for each kind of call."""
-SAVED = 8192
-"""Tokens whose share may be saved up for later calls, however many were decoded and whatever was gained."""
+RESERVE = 1024
+"""Tokens whose share may be lost before they are generated, where a call plans so many, and tokens whose
+share may be saved up for later calls, however many were decoded and whatever was gained."""
 
 
 class Acceptance:
@@ -117,6 +116,8 @@ class Costs:
     def __init__(self) -> None:
         self.starts_s: deque[float] = deque(maxlen=5)
         """Latest seconds that a draft's start took for each token of a prompt."""
+        self.present_start_s = 0.0
+        """Seconds that the draft's start takes with the prompts of the present call; 0: not known."""
         self.count = 0
         """Cycles measured so far."""
         self.budget = LossBudget()
@@ -170,10 +171,11 @@ class Costs:
 class LossBudget:
     """Time that drafting has lost against plain decoding, over calls, and the time that it may still risk.
 
-    The loss stays within its share of the time that plain decoding takes for all tokens so far, of which the
-    first `UPFRONT` may be counted before they are there. So what plain calls leave unspent pays for a later
-    trial, and so does what drafting gains; but never more than the share of `SAVED` tokens (of each part of a
-    whole), so that drafts that have been good for long may not be bad for long.
+    The loss stays within its share of the time that plain decoding takes for all tokens so far, or for those
+    that the present call plans, up to `RESERVE`, if these are more. So what plain calls leave unspent pays
+    for a later trial, and so does what drafting gains; but never more than the share of `RESERVE` tokens (of
+    each part of a whole) and one start of the draft, so that drafts that have been good for long may not be
+    bad for long.
 
     Args:
         whole: a budget of which this is a part, and within which its loss must stay as well.
@@ -186,17 +188,17 @@ class LossBudget:
         """Seconds that plain decoding would have taken for all tokens."""
         self._whole = whole
 
-    def affords(self, risk_s: float, plain_s: float) -> bool:
+    def affords(self, risk_s: float, advance_s: float = 0.0) -> bool:
         """True if the loss stays within its share although all of this is lost.
 
         Args:
             risk_s: seconds that may be lost.
-            plain_s: seconds of a plain cycle; 0 if unknown: no tokens are counted in advance.
+            advance_s: seconds of plain decoding that may be counted before they have passed.
         """
         if risk_s <= 0:
             return True
-        share_s = MAX_LOSS * max(self.plain_total_s, plain_s * UPFRONT)
-        within = self._whole is None or self._whole.affords(risk_s, plain_s)
+        share_s = MAX_LOSS * max(self.plain_total_s, advance_s)
+        within = self._whole is None or self._whole.affords(risk_s, advance_s)
         return within and self.lost_s + risk_s <= share_s
 
     def lose(self, seconds: float) -> None:
@@ -205,18 +207,20 @@ class LossBudget:
         if self._whole:
             self._whole.lose(seconds)
 
-    def add(self, tokens: float, seconds: float | None, plain_s: float) -> None:
+    def add(self, tokens: float, seconds: float | None, plain_s: float, start_s: float = 0.0) -> None:
         """Count a cycle.
 
         Args:
             tokens: its new tokens of a sequence, on average.
             seconds: its time; None: not measured, or without the draft.
             plain_s: seconds of a plain cycle.
+            start_s: seconds of the draft's start with the present prompts.
         """
         self.plain_total_s += tokens * plain_s
         gained_s = 0.0 if seconds is None else tokens * plain_s - seconds
         before_s = self.lost_s
-        self.lost_s = max(before_s - gained_s, MAX_LOSS * (self.plain_total_s - SAVED * plain_s))
+        least_s = MAX_LOSS * (self.plain_total_s - RESERVE * plain_s) - start_s
+        self.lost_s = max(before_s - gained_s, least_s)
         if self._whole:  # which saves what its parts do: their cycles may take very different times
             self._whole.plain_total_s += tokens * plain_s
             self._whole.lost_s += self.lost_s - before_s

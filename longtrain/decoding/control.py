@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from longtrain.decoding.averages import (
     MEMORY,
+    RESERVE,
     TIMES,
     Acceptance,
     Costs,
@@ -33,6 +34,8 @@ CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
 """The shapes of a draft that offers no others."""
 LEVEL_COST = 0.25
 """Expected cost of a level of drafts, as a share of a plain cycle, before any shape was measured."""
+STARTED = 8
+"""Cycles without accepted drafts that must be affordable after the draft's start, or it would be in vain."""
 REFRESH = 512
 """Measured cycles between two new measurements of the plain cycle, where drafting is always chosen."""
 
@@ -85,9 +88,10 @@ class Control:
     best, it is tried and so measured. Budget, times and acceptance are those of all calls of this kind.
 
     A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
-    out of plain cycles, where this costs more than the call can afford. A paused draft that can start from a
-    text alone is restarted for its next trial; any other stays paused to the end of the call. A call begins
-    with the draft paused where its start would not pay (`starts`).
+    out of plain cycles, where this costs more than the call can afford, or, once, after `MEMORY` more plain
+    cycles than others without knowing what it costs. A paused draft that can start from a text alone is
+    restarted for its next trial; any other stays paused to the end of the call. A call begins with the draft
+    paused where its start would not pay (`starts`).
 
     Args:
         shapes: smallest first; the first one is plain decoding.
@@ -125,6 +129,8 @@ class Control:
         self._alone_s: float | None = None  # seconds of a plain cycle with the draft paused
         self._octave = -1
         self._plain_run = 0  # plain cycles in a row
+        self._in_vain = 0  # plain cycles with the draft not paused, less those that drafted
+        self._planned = 0  # most new tokens of a sequence of this call
         self._restart_s: float | None = None  # of the draft's start with these texts; None: not known
 
     @property
@@ -143,33 +149,37 @@ class Control:
 
     def starts(self, prompt_tokens: int, *, length: int, planned: int) -> bool:
         """True if the draft's start with the prompts promises to pay in this call, by the times and the
-        acceptance of earlier ones, and can be afforded; True as long as its time is not known. In the first
-        call of a kind, only what all calls have left unspent counts.
+        acceptance of earlier ones, and can be afforded; True as long as its time is not known. It is
+        compared with look-up alone, where that needs no start. In the first call of a kind, only what all
+        calls have left unspent counts.
 
         Args:
             prompt_tokens: tokens of all prompts.
             length: tokens of the longest.
             planned: most new tokens of a sequence.
         """
+        self._planned = planned
         self._look_up(length)
         start_s, plain_s = self.costs.start_s, self._plain_s
         if start_s is None:
             return True
         start_s *= prompt_tokens
-        self._restart_s = start_s
+        self._restart_s = self.costs.present_start_s = start_s
         if plain_s is None:  # what such a call may bring in is not known
-            return self.costs.budget.affords(start_s, 0.0)
+            return self.costs.budget.affords(start_s)
         best = self._best(planned, plain_s, start_s)
         return best > 0 and (self.restarts or bool(self.shapes[best].widths))  # look-up alone needs no draft
 
     def learn_start(self, seconds: float, prompt_tokens: int) -> None:
         """Add the time that the draft's start took with the prompts: lost, as it could have been left out.
 
-        That of an engine's first call has compilation in it, and does not count.
+        The first two of an engine do not count: there is compilation in the first, and what the second takes
+        could not be known.
         """
         self.costs.starts_s.append(seconds / prompt_tokens)
         if len(self.costs.starts_s) > 1:
             self._restart_s = seconds
+        if len(self.costs.starts_s) > TIMES:
             self.budget.lose(seconds)
 
     def choose(self, *, length: int, left: int) -> TreeShape:
@@ -182,6 +192,7 @@ class Control:
         if not self.free:
             return self.shapes[0]
         best, plain_s = 0, None
+        self._planned = max(self._planned, left)
         # choosing takes host time: seldom while paused
         if not self.paused or self._plain_run % MEMORY == 0 or self._plain_run == TIMES + 1:
             self._look_up(length)
@@ -192,6 +203,7 @@ class Control:
                 best = self._best(left, plain_s, restart_s if self.paused else 0.0)
             self.paused = not best and (self.paused or (not measures and self._pauses(left)))
         self._plain_run = 0 if best else self._plain_run + 1
+        self._in_vain = max(0, self._in_vain - 1) if best else self._in_vain + 1
         self._risks.append(max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0)
         return self.shapes[best]
 
@@ -237,7 +249,7 @@ class Control:
             self._risks.popleft()
         if (plain_s := self._plain_s) is not None:
             # without the draft a cycle is plain decoding, which loses nothing, however long it took
-            self.budget.add(tokens, None if paused else seconds, plain_s)
+            self.budget.add(tokens, None if paused else seconds, plain_s, start_s=self.costs.present_start_s)
 
     @property
     def _plain_s(self) -> float | None:
@@ -246,24 +258,26 @@ class Control:
         return min(known, default=None)
 
     def _best(self, left: int, plain_s: float, start_s: float = 0.0) -> int:
-        """Index of the affordable shape with the most expected tokens a second; 0: plain decoding.
+        """Index of the affordable shape with which the tokens left take least time; 0: plain decoding.
 
         Args:
             left: most tokens that any sequence may still get.
             plain_s: seconds of a plain cycle.
-            start_s: what the draft's start takes before its first cycle, which the tokens left must bring in.
+            start_s: what the draft's start takes before its first cycle. Look-up alone needs none where the
+                draft cannot be restarted.
         """
-        best, most = 0, 1.0 / plain_s
+        best, least_s = 0, left * plain_s
         measured = any(one is not None for one in self._known[1:])
         for i in range(1, len(self.shapes) if measured else 2):  # the first trial is the cheapest one
             seconds = self._seconds(i, plain_s)
-            speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
+            before_s = start_s if self.restarts or self.shapes[i].widths else 0.0
+            total_s = before_s + left * seconds / self.acceptance.tokens(self._levels[i][: left - 1])
             trials = TIMES if self._known[i] is None else 1  # number of them before its time is known
-            risk_s = start_s + trials * (seconds - plain_s)
+            risked = STARTED if before_s else trials
+            risk_s = before_s + risked * (seconds - plain_s)
             risk_s += sum(self._risks) if risk_s > 0 else 0.0
-            pays = speed > most and left * (plain_s - 1 / speed) > start_s
-            if pays and self.budget.affords(risk_s, plain_s):
-                best, most = i, speed
+            if total_s < least_s and self._affords(risk_s, plain_s):
+                best, least_s = i, total_s
         return best
 
     def _pauses(self, left: int) -> bool:
@@ -271,10 +285,16 @@ class Control:
         with_draft_s, alone_s = self._known[0], self._alone_s
         if with_draft_s is None:
             return False
-        if alone_s is None:  # measure it: by a pause, or in the last cycles, which need no draft any more
-            return self.restarts or left <= TIMES + 1
+        if alone_s is None:
+            # Measure it: by a pause, in the last cycles, which need no draft any more, or, as the loss is not
+            # known before, where the draft has long brought nothing.
+            return self.restarts or left <= TIMES + 1 or self._in_vain > MEMORY
         cycles = MEMORY if self.restarts else TIMES  # one that cannot come back stays while anything is left
-        return not self.budget.affords(cycles * (with_draft_s - alone_s), alone_s)
+        return not self._affords(cycles * (with_draft_s - alone_s), alone_s)
+
+    def _affords(self, risk_s: float, plain_s: float) -> bool:
+        """True if the budget allows to lose this, the tokens that this call plans counted in advance."""
+        return self.budget.affords(risk_s, plain_s * min(self._planned, RESERVE))
 
     def _look_up(self, length: int) -> None:
         """Read the times of all shapes in a new octave of lengths; `learn` updates them within one."""

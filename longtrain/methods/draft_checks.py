@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -139,7 +140,9 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 class Recorded:
-    """A dataclass of tensors that are stored under the names of its fields."""
+    """A dataclass of tensors that are stored under the names of its fields; folders may lack those with a
+    default, which were added later.
+    """
 
     __dataclass_fields__: dict[str, Any]
 
@@ -150,10 +153,11 @@ class Recorded:
         Raises:
             ArtifactError: a tensor is missing.
         """
-        names = tuple(cls.__dataclass_fields__)
-        if missing := [name for name in names if name not in tensors]:
+        fields = cls.__dataclass_fields__.values()
+        needed = [one.name for one in fields if one.default_factory is MISSING]
+        if missing := [name for name in needed if name not in tensors]:
             raise ArtifactError(f"{GOLDEN} lacks {', '.join(missing)}; export the folder again")
-        return cls(**{name: tensors[name] for name in names})
+        return cls(**{one.name: tensors[one.name] for one in fields if one.name in tensors})
 
 
 G = TypeVar("G", bound=Recorded)

@@ -6,7 +6,9 @@ KV heads, D head dim, E hidden dim.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +19,6 @@ from longtrain.data.packing import packed_sequences
 from longtrain.kernels.entry_scores.reference import log_scores
 from longtrain.log import get_logger
 from longtrain.methods.attention_teacher import Teacher, share_held, soft_share
-from longtrain.methods.query_positions import LEAST, Queries, draw, far
 from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import OutputRequest
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 METRICS = ("recall", "recall_oracle", "recall_window")
+LEAST = 4
+"""Smallest position of a query within its document."""
 
 
 class SetScorer(nn.Module):
@@ -46,6 +49,23 @@ class SetScorer(nn.Module):
     def n_sets(self) -> int:
         """Number of sets of a sequence: one per KV head and group of layers."""
         return self.sets * self.heads[1]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Sampled query positions of one document.
+
+    Args:
+        start: start of the document in the packed sequence.
+        stop: its end.
+        at_R: positions, counted from `start`, ascending, int64 on the host.
+        labels: labels of the document, the weight of the mean over its queries.
+    """
+
+    start: int
+    stop: int
+    at_R: Tensor
+    labels: int
 
 
 @dataclass
@@ -217,3 +237,41 @@ class SetObjective(Objective):
                 self.learned(teacher, probs_XRS, budget)
         weight = one.labels / len(one.at_R)
         return weight * loss_XR[used_X].mean(0).sum()
+
+
+def draw(config: SetLearning, batch: Batch) -> list[Queries]:
+    """Sample query positions of every long enough document with labels, evenly over the log of positions.
+
+    Only positions before a label are drawn, since these are the ones that decoding queries from. The first is
+    at twice the number of tokens that are always read, or in short documents at a quarter of the length. The
+    draw depends on the batch's seed alone.
+    """
+    mask_T = batch.host_labels
+    rng = torch.Generator().manual_seed(batch.seed)
+    found = []
+    for start, stop in pairwise(batch.bounds):
+        labels = int(mask_T[start:stop].sum())
+        first = min(2 * (config.sinks + config.window), (stop - start) // 4)
+        before_R = mask_T[start + 1 : stop].nonzero()[:, 0] if labels and first >= LEAST else mask_T[:0]
+        before_R = before_R[before_R >= first]
+        if not len(before_R):
+            continue
+        low, high = math.log(int(before_R[0])), math.log(int(before_R[-1]) + 1)
+        share_R = (torch.arange(config.queries) + torch.rand(config.queries, generator=rng)) / config.queries
+        drawn_R = torch.searchsorted(before_R, (low + share_R * (high - low)).exp().long())
+        at_R = before_R[drawn_R.clamp(max=len(before_R) - 1)].unique()
+        found.append(Queries(start, stop, at_R, labels))
+    return found
+
+
+def far(config: SetLearning, at_R: Tensor, rows: int) -> Tensor:
+    """Return the mask bool_RS of keys outside the sinks and the sliding window; each query has some.
+
+    Args:
+        config: sinks and window, which are at most an eighth and half of what a query sees.
+        at_R: positions of the queries, `LEAST` or more.
+        rows: S.
+    """
+    slot_S, at_R1 = torch.arange(rows, device=at_R.device), at_R[:, None]
+    first_R1 = (at_R1 // 8).clamp(max=config.sinks)
+    return (slot_S >= first_R1) & (slot_S < at_R1 - (at_R1 // 2).clamp(max=config.window))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -210,7 +211,7 @@ def _show(cfg: RunConfig, job: str, words: Sequence[str]) -> None:
         if job in CONFIGURED
         else ""
     )
-    console.print(printable(f"all keys: {kept}longtrain config {' '.join([job, *words])}"))
+    console.print(printable(f"all keys: {kept}longtrain config {shlex.join([job, *words])}"))
 
 
 def _interrupted(cfg: RunConfig, job: str, done: list[str]) -> None:

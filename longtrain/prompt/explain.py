@@ -138,7 +138,7 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, ListConfig
 
     groups = [arg for arg in args if is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
     groups += [arg for arg in args if arg.startswith("job=")]
@@ -163,9 +163,14 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     while rest and part in node and isinstance(node[part], DictConfig):
         node, trail = node[part], f"{trail}{part}."
         part, *rest = rest
+    if rest and part in node and isinstance(node[part], ListConfig):
+        return f"no item of {trail}{part} has '{key}' yet; write '++{key}=VALUE' if there is such a key"
     known = sorted(f"{trail}{name}" for name in node)
     if hint := now_called(part):
         return f"unknown key '{key}'{hint}"
+    if trail and not known:
+        where, name = trail[:-1], ".".join([part, *rest])
+        return f"{where} has no keys yet; write '+{key}=VALUE' or '{where}={{{name}: VALUE}}'"
     where = f" in {trail[:-1]}" if trail else ""
     groups = [name for name in node if trail or name != "suite" or job in SUITE_JOBS]
     below = [f"{trail}{name}.{part}" for name in groups if not rest and _holds(node, name, part)]

@@ -30,6 +30,8 @@ STRUCTURE = re.compile(r"""[\[{'"].*|\w+\(.*\)""", re.DOTALL)
 """A list, a mapping, a quoted value, or a Hydra function such as `choice(1,2)`."""
 READ = re.compile(r"(?:\$\{[^{}]*\}|[\w/\-+.%*@?|:$\\ ,])*", re.ASCII)
 """Unquoted text that Hydra can parse: words, interpolations, and the commas of a sweep."""
+KEY = re.compile(r"[\w/\-+.%*@?|$ ,:=()\[\]{}]+", re.ASCII)
+"""A key of a mapping that Hydra can parse, some of its characters behind a backslash."""
 FLAT = re.compile(r"""\[[^\[\]{}()'"]*\]""")
 """A flat list of words."""
 MISSING = "???"
@@ -106,6 +108,20 @@ def _readable(value: str) -> str:
     """A value that Hydra can parse, in quotes if it could not otherwise."""
     if FLAT.fullmatch(value):
         return f"[{','.join(_readable(item.strip()) for item in value[1:-1].split(','))}]"
-    if STRUCTURE.fullmatch(value) or READ.fullmatch(value):
+    if STRUCTURE.fullmatch(value):
+        named = value[0] in "[{"
+        return re.sub(rf"({QUOTED.pattern})(\s*:)?", _key, value, flags=re.DOTALL) if named else value
+    if READ.fullmatch(value):
         return value
     return _quoted(value)
+
+
+def _key(found: re.Match[str]) -> str:
+    """The key of a mapping without its quotes, which Hydra refuses around a key; any other text as it is.
+
+    A key that would not be a text without them, or has characters that Hydra's keys lack, is left to Hydra.
+    """
+    name = found[1][1:-1]
+    if not found[2] or not KEY.fullmatch(name) or NUMBER.fullmatch(name) or name == "null":
+        return found[0]
+    return re.sub(r"[^\w/\-+.%*@?|$]", r"\\\g<0>", name) + found[2]

@@ -36,6 +36,7 @@ def mount(words: Sequence[str] | None = None) -> None:
     from longtrain.prompt.help import bases_of
 
     _pass_over_marks()
+    _take_mappings()
     _refuse_files(words or ())
     folder = asset_dir("recipes")
     names = [file.stem for file in sorted(folder.glob("*.yaml"))]
@@ -82,6 +83,40 @@ def _pass_over_marks() -> None:
         return replace(found, header=ConfigSource._get_header_dict(file.read_text(encoding=UTF8)[:512]))
 
     reader.load_config = load_config
+
+
+@cache
+def _take_mappings() -> None:
+    """Make Hydra merge `KEY={...}` into the mapping at that key, whatever keys either has, as `+KEY={...}`.
+
+    Without this, Hydra refuses each key that the mapping does not have yet, and so any for one whose keys are
+    free, such as `optim.lr_multipliers`, which is empty. A wrong key of another mapping is still refused when
+    its values are read, and one that is nowhere in the configuration by Hydra. `KEY={}` would change nothing,
+    and is refused where the mapping has keys, because it reads as if it emptied it.
+    """
+    from dataclasses import replace
+
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.types import Override, OverrideType
+    from omegaconf import DictConfig, OmegaConf
+
+    usual = ConfigLoaderImpl._apply_overrides_to_config
+
+    def apply(overrides: list[Override], cfg: DictConfig) -> None:
+        for one in overrides:
+            if one.type is OverrideType.CHANGE and isinstance(one.value(), dict):
+                there = OmegaConf.select(cfg, one.key_or_group, throw_on_resolution_failure=False)
+                if isinstance(there, DictConfig):
+                    if there and not one.value():
+                        key = one.key_or_group
+                        raise ConfigError(
+                            f"{key}={{}} adds no key to those it has: {', '.join(map(str, there))}; write "
+                            f"~{key} to leave them out, or {key}={{KEY: VALUE}} to add one"
+                        )
+                    one = replace(one, type=OverrideType.ADD)
+            usual([one], cfg)
+
+    ConfigLoaderImpl._apply_overrides_to_config = staticmethod(apply)  # type: ignore[method-assign]
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.errors import ConfigError
-from longtrain.settings import CountOrZero, OneOf, Positive, Share, check, wrong
+from longtrain.settings import CountOrZero, OneOf, Positive, Share, Words, check, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Optim:
     Args:
         name: `adamw`, or `muon`: Muon on matrices other than embeddings and LM heads, AdamW on the rest.
         lr: peak learning rate, of both.
-        momentum: momentum of Muon.
+        momentum: momentum of Muon; AdamW has none.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decay of tensors with two or more dimensions; norms, biases and other vectors have
@@ -51,10 +51,15 @@ class Optim:
     warmup_ratio: Share = 0.1
     warmup_steps: CountOrZero | None = None
     min_lr_ratio: Share = 0.0
-    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    lr_multipliers: Annotated[Mapping[str, float], Words("{PATTERN: FACTOR, ...}, each factor a number")] = (
+        field(default_factory=dict)
+    )
 
     def __post_init__(self) -> None:
         check(self, "optim")
+        if self.name == "adamw" and self.momentum != Optim.momentum:
+            allowed = f"{Optim.momentum} where optim.name=adamw, which has betas in its place"
+            raise wrong("optim.momentum", self.momentum, allowed)
         if 1 in self.betas:
             raise wrong("optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
 
@@ -98,7 +103,9 @@ class Optim:
         else:
             hidden = [pair for pair in named if is_hidden_matrix(*pair)]
             if not hidden:
-                raise ConfigError("optim.name=muon trains matrices, and the module has none; pass adamw")
+                raise ConfigError(
+                    "optim.name=muon trains matrices, and the module has none; pass optim.name=adamw"
+                )
             others = self._groups([pair for pair in named if not is_hidden_matrix(*pair)])
             optimizer = MuonWithAdamW(
                 self._groups(hidden), others, lr=self.lr, momentum=self.momentum, adamw=self._adamw(fused)
@@ -129,5 +136,6 @@ class Optim:
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(
                     f"optim.lr_multipliers pattern '{pattern}' matches no trainable parameter; "
-                    f"there are: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
+                    f"there are: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}; write "
+                    "~optim.lr_multipliers to leave out all patterns, a recipe's too"
                 )

@@ -52,7 +52,7 @@ def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -
     if optimizer != "adamw":
         raise ConfigError(
             f"optim.name={optimizer} needs whole matrices, and ZeRO trains flat parts of them; pass "
-            "optim=adamw, or trainer=ddp"
+            "optim.name=adamw, or trainer=ddp"
         )
 
 

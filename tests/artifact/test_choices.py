@@ -29,9 +29,11 @@ MADE = {
     "kvzap": {},
     "specontext": {"sets": 3},
     "indexer": {},
-    "dspark": {"layers": [0, 2], "n_layers": 2, "windows": [16, None], "target_kv": True, "markov_rank": 8},
+    "dspark": {"layers": [0, 2], "n_layers": 2, "windows": [16, None], "target_kv": True, "markov_rank": 8}
+    | {"draft_vocab_size": 40, "objective": "lk_hybrid", "gain": 3.0},
 }
-"""Method -> settings other than its defaults."""
+"""Method -> settings other than its defaults, and the gain of `module_of`: an untrained head of the draft's
+own is so flat that no other setting would show."""
 
 SETS = {"pool", "queries", "by_mass", "sinks", "window", "recall_weight", "recall_entries"}
 OFFSETS = {"anchor_offset", "anchors", "offset_max_tokens", "offset_max_doc_tokens"}
@@ -68,7 +70,7 @@ STEERS = {
     "kvzap": {"sinks", "window"},
     "specontext": {"variant", "row", "sets"},
     "indexer": {"dims"},
-    "dspark": {"block_size", "heads", "sample_from_anchor", "target_kv"},
+    "dspark": {"block_size", "heads", "sample_from_anchor", "target_kv", "draft_vocab_size"},
 }
 """Settings of which this test must have changed some: those that decide what is drafted, kept or read."""
 

@@ -289,3 +289,40 @@ def test_sizes_that_hold_nothing_are_refused():
 def test_bytes_count_everything():
     store = cache(max_tokens=10, max_nodes=6)
     assert store.bytes() == 2 * LAYERS * B * G * 16 * D * 8 + B * 8
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("T", [1, 2, 30, 140])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("lengths", [[0, 0], [9, 0], [5, 60]])
+def test_some_sequences_of_a_cache_are_a_cache_of_their_own(lengths, window, T, in_place, monkeypatch):
+    """Sequences 3 and 1 of four go on from their first entries by two steps; the others stay as they are."""
+    monkeypatch.setattr(dense, "kernel_serves", lambda *tensors: in_place)  # a GPU's kernel, by its reference
+    store, own, rng = cache(batch=4), cache(batch=2), torch.Generator().manual_seed(T)
+    for x in (store.k_LBGSD, store.v_LBGSD):
+        x.copy_(torch.randn(x.shape, generator=rng, dtype=x.dtype))
+    before = store.k_LBGSD.clone(), store.v_LBGSD.clone()
+    own.k_LBGSD[:], own.v_LBGSD[:] = store.k_LBGSD[:, [3, 1]], store.v_LBGSD[:, [3, 1]]
+    own.rewind(lengths)
+    some = store.some(torch.tensor([3, 1]), torch.tensor(lengths), lengths)
+    for n_B in (torch.tensor([T, T - T // 2]), torch.tensor([1, T])):
+        q = torch.randn(LAYERS, 2, H, T, D, generator=rng, dtype=torch.float64)
+        kv = torch.randn(LAYERS, 2, 2, G, T, D, generator=rng, dtype=torch.float64)
+        for layer in range(LAYERS):
+            outs = []
+            for one in (own, some):
+                one.write(layer, *kv[layer])
+                how = {"mask": Causal(), "scale": SCALE}
+                if window:
+                    outs.append(one.attend_window(layer, q[layer], window=window, **how)[0])
+                else:
+                    outs.append(one.attend(layer, q[layer], **how)[0])
+            torch.testing.assert_close(outs[1], outs[0], atol=1e-12, rtol=1e-12)
+        own.commit(None, n_B)
+        some.commit(None, n_B)
+        assert some.len_B.tolist() == own.len_B.tolist()
+    for new, old, mine in zip(
+        (store.k_LBGSD, store.v_LBGSD), before, (own.k_LBGSD, own.v_LBGSD), strict=True
+    ):
+        assert torch.equal(new[:, [0, 2]], old[:, [0, 2]]) and torch.equal(new[:, [3, 1]], mine)
+    assert store.len_B.tolist() == [0] * 4 and store.used == 0

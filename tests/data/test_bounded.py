@@ -2,7 +2,11 @@
 
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +73,45 @@ def test_it_holds_no_file_of_this_process(tmp_path):
         os.kill(child, 0)
 
 
+PARENT = """
+import os
+from longtrain.data.chat.bounded import Bounded
+
+def work(never_ends):
+    while never_ends:
+        pass
+    return os.getpid()
+
+call = Bounded(work)
+print(call(False), flush=True)
+call(True, seconds=0.5)
+"""
+
+
+def test_a_call_ends_in_time_though_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        time.sleep(0.1)
+        os.kill(child, 0)
+        parent.kill()
+    until = time.monotonic() + 20
+    while running(child) and time.monotonic() < until:
+        time.sleep(0.1)
+    if running(child):
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("it runs on")
+
+
+def running(process):
+    """An orphan that has ended stays listed, as a zombie, where no init process takes note of it."""
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_what_fails_is_told_in_a_line_and_what_kills_it_too():
     call = Bounded(lambda code: os._exit(1) if code == "end" else int(code))
     with pytest.raises(Failed, match="invalid literal"):
@@ -77,3 +120,12 @@ def test_what_fails_is_told_in_a_line_and_what_kills_it_too():
         call("end")
     assert call("7") == 7
     call.close()
+
+
+def test_a_call_may_come_long_after_the_limit_of_the_one_before():
+    bounded = Bounded(abs)
+    assert bounded(-1, seconds=0.2) == 1
+    time.sleep(1.5)  # the limit, and the second after which the process would end itself
+    child = bounded._child
+    assert bounded(-2, seconds=5) == 2 and bounded._child == child
+    bounded.close()

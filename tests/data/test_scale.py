@@ -20,6 +20,7 @@ from longtrain.data.read import encoder as encoder_module
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.encoder import Encoder, encode, usual_workers
 from longtrain.data.read.kept import KeptText
+from longtrain.data.read.processes import Processes
 from longtrain.errors import DataError
 from tests.data.conftest import TEMPLATE
 from tests.data.test_preparation import config
@@ -185,7 +186,7 @@ def test_processes_share_the_memory_of_templates_and_end_theirs(tokenizer):
 
 def test_few_conversations_start_no_process(monkeypatch, tokenizer, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr(encoder_module, "_Pool", None)
+    monkeypatch.setattr(encoder_module, "Processes", None)
     rows = conversations(tmp_path / "rows.jsonl", 30)
     prepare(config({"conversations": rows}, min_doc_tokens=4), tokenizer, home=tmp_path)
     monkeypatch.setattr(encoder_module, "PARALLEL_CHARS", 1000)
@@ -235,18 +236,18 @@ def test_a_tokenizer_that_fails_in_a_process_is_an_error_in_one_line(tokenizer):
             list(encoder.batches(broken))
 
 
-class Processes:
+class Started:
     """Stands for the worker processes: tokenises at once, and counts how often processes were started."""
 
     def __init__(self, started):
         self.started = started
 
-    def __call__(self, tokenizer, workers):
+    def __call__(self, tokenizer, workers, begin):
         self.started.append(workers)
         self.tokenizer = tokenizer
         return self
 
-    def submit(self, documents, chat):
+    def submit(self, work, documents, chat):
         done = Future()
         done.set_result(encode(self.tokenizer, [one.text for one in documents]))
         return done
@@ -256,7 +257,7 @@ class Processes:
 
 
 def test_text_that_is_ready_is_given_before_more_is_read(monkeypatch, tokenizer):
-    monkeypatch.setattr(encoder_module, "_Pool", Processes([]))
+    monkeypatch.setattr(encoder_module, "Processes", Started([]))
     read = []
 
     def batches():
@@ -278,7 +279,7 @@ def test_processes_start_once_all_sources_together_have_enough_text(monkeypatch,
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     started = []
-    monkeypatch.setattr(encoder_module, "_Pool", Processes(started))
+    monkeypatch.setattr(encoder_module, "Processes", Started(started))
     monkeypatch.setattr(encoder_module, "PARALLEL_CHARS", FEW_CHARS)
     tokenizer = AutoTokenizer.from_pretrained(words_folder)
     text = " ".join([word(7)] * (size // 56 + 1))
@@ -315,17 +316,18 @@ class Gated:
     def __init__(self, gate):
         self.gate, self.filler = gate, b"x" * 2**20
 
-    def __call__(self, texts, **_):
-        return {"input_ids": [[7] for _ in texts]}
+
+def took():
+    return len(encoder_module._tokenizer.filler)
 
 
 def test_processes_start_beside_each_other(tmp_path):
     """Nobody waits until a process has its tokenizer before the next one is started."""
-    pool = encoder_module._Pool(Gated(Gate(tmp_path / "open")), 2)
-    coming = [pool.submit([Document(text, "text", text=text)]) for text in "ab"]
+    processes = Processes(Gated(Gate(tmp_path / "open")), 2, encoder_module._begin)
+    coming = [processes.submit(took) for _ in "ab"]
     (tmp_path / "open").touch()
-    assert [one.result(timeout=120)[0].tolist() for one in coming] == [[7], [7]]
-    pool.close()
+    assert [one.result(timeout=120) for one in coming] == [2**20] * 2
+    processes.close()
 
 
 def test_the_cores_are_shared(monkeypatch):
@@ -335,6 +337,7 @@ def test_the_cores_are_shared(monkeypatch):
 
 PARENT = """
 import os, sys, time
+from multiprocessing import active_children
 from transformers import AutoTokenizer
 from longtrain.data.read.encoder import Encoder
 from longtrain.data.read.adapters import Document
@@ -342,7 +345,7 @@ from longtrain.data.read.adapters import Document
 if __name__ == "__main__":
     encoder = Encoder(AutoTokenizer.from_pretrained(sys.argv[1]), workers=1)
     list(encoder.batches([[Document("a", "text", text="some text")]]))
-    print(*encoder._pool._pool._processes, flush=True)
+    print(*[one.pid for one in active_children()], flush=True)
     time.sleep(600)
 """
 

@@ -161,7 +161,7 @@ def test_after_eviction_heads_may_differ(across, shape, sampling, tapes):  # noq
     target, prompts = micro(), prompts_of(40, 9, 31)
     evictor = Ragged() if across == "none" else AdaKV(Budget(12), over=snapkv(12), across=across)
     parts = Parts(draft=noisy_longspec(target), evictor=evictor, name="both")
-    how = {"max_new_tokens": 20, "shape": shape, "sampling": sampling, "ignore_eos": True}
+    how = {"max_new_tokens": 12, "shape": shape, "sampling": sampling, "ignore_eos": True}
     out = both(target, parts, prompts, **how, after=prompts_of(2, 3, 1))
     assert out.kept.n_LBG.unique().numel() > 3 and len(tapes) == 1
     texts = [tokens[:8] for tokens in out.tokens]

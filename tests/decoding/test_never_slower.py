@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 
-from longtrain.decoding.averages import MAX_LOSS, SAVED, Costs
+from longtrain.decoding.averages import MAX_LOSS, RESERVE, Costs
 from longtrain.decoding.control import Control, cheapest_first
 from longtrain.decoding.roles import TreeShape
 
@@ -60,6 +61,7 @@ class Seconds:
         hear: of the draft in a plain cycle.
         start: of its start with the prompt.
         restarts: True if it can start later.
+        look_restart: of a restart of look-up alone, which waits for the tokens on their way.
     """
 
     level: float
@@ -68,6 +70,7 @@ class Seconds:
     hear: float
     start: float
     restarts: bool
+    look_restart: float = 0.01
 
     def cycle(self, shape: TreeShape) -> float:
         return (
@@ -108,7 +111,8 @@ def answer(
         if alone:
             costly = replace(costly, start=0.01, hear=0.0)
         control = Control(copies if alone else shapes, costs, kind, restarts=alone, paused=not alone)
-    machine = Machine(control, costly.cycle, heard_s=costly.hear, restart_s=costly.start)
+    restart_s = costly.start if costly.start > 0.01 else costly.look_restart
+    machine = Machine(control, costly.cycle, heard_s=costly.hear, restart_s=restart_s)
     if not control.paused:
         machine.seconds += costly.start
     if own:
@@ -124,11 +128,20 @@ def answer(
     return machine.seconds
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=range(len(MACHINES)))
-@pytest.mark.parametrize("adversary", [never, coins, by_turns, at_first, one], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("tokens", [16, 24, 64, 400])
-@pytest.mark.parametrize("ends_early", [False, True])
-@pytest.mark.parametrize("shapes", [JOINED, DRAFTED], ids=["joined", "drafted"])
+def spread(*axes):
+    """The product of the values; two of three are slow, so that any three values still meet in the others."""
+    for places in product(*(range(len(axis)) for axis in axes)):
+        values = [axis[at] for axis, at in zip(axes, places, strict=True)]
+        name = "-".join(getattr(value, "__name__", str(at)) for value, at in zip(values, places, strict=True))
+        yield pytest.param(*values, id=name, marks=[pytest.mark.slow] if sum(places) % 3 else [])
+
+
+@pytest.mark.parametrize(
+    ("machine", "adversary", "tokens", "ends_early", "shapes"),
+    spread(
+        MACHINES, (never, coins, by_turns, at_first, one), (16, 24, 64, 400), (False, True), (JOINED, DRAFTED)
+    ),
+)
 def test_no_data_set_takes_more_than_2_percent_longer(machine, adversary, tokens, ends_early, shapes):
     costs, planned, calls = Costs(), 1024 if ends_early else tokens, 80 if tokens < 400 else 16
     taken_s = sum(answer(machine, costs, adversary, shapes, tokens, planned, seed) for seed in range(calls))
@@ -188,8 +201,8 @@ def test_a_long_gain_does_not_license_a_long_loss(machine):
     costs = Costs()
     before_s, after_s = (sum(short_calls(machine, costs, how, 25)) for how in (good, never))
     plain_s = 25 * PLAIN_S
-    assert before_s < 0.6 * plain_s
-    assert after_s - plain_s < MAX_LOSS * (SAVED + plain_s) + AT_FIRST_S
+    assert before_s < 0.65 * plain_s
+    assert after_s - plain_s < MAX_LOSS * (RESERVE + plain_s) + AT_FIRST_S
     again_s = sum(short_calls(machine, costs, never, 25))
     assert again_s <= 1.02 * plain_s
 
@@ -214,13 +227,13 @@ def test_what_one_text_gains_is_not_lost_by_eight(machine):
     assert sum(eight_s) <= 1.02 * 50 * PLAIN_S and worst_prefix(eight_s) <= AT_FIRST_S
 
 
-@pytest.mark.parametrize("start", [12.0, 80.0])
+@pytest.mark.parametrize("start", [12.0, 100.0])
 def test_a_start_that_cannot_pay_is_left_out(start):
     """Acceptance and times are the same; a call of 128 tokens brings in one of the starts."""
     costs, machine = Costs(), replace(LONG_PROMPTS[1], start=start)
     short_calls(machine, costs, good, 2)
     for _ in range(100):  # the budget is no reason
-        costs.past(1)[0].add(128, 64.0, 1.0)
+        costs.past(1)[0].add(128, 64.0, 1.0, start_s=start)
     taken_s = answer(machine, costs, good, DRAFTED, 128, 128, 9)
     assert taken_s < 0.7 * PLAIN_S if start < 64 else taken_s == PLAIN_S
     assert answer(machine, costs, good, DRAFTED, 400, 400, 9) < 0.8 * 399

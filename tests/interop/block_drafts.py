@@ -37,6 +37,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+PART = {"draft_vocab_size": 40, "objective": "lk_hybrid"}
+PARTS: dict[str, dict[str, Any]] = {
+    "part of the vocabulary": PART,
+    "dflash, part of the vocabulary": {**PART, "heads": "none", "sample_from_anchor": False},
+}
+"""Drafts with an LM head of their own, which folders of speculators have."""
+
+
 def small_target(folder: Path) -> Target:
     """A random target, saved in a folder."""
     import transformers
@@ -56,6 +64,10 @@ def block_draft(config: Config, target: Target) -> DSparkDraft:
         for name, tensor in module.named_parameters():
             fresh = torch.randn(tensor.shape, generator=gen)
             tensor.copy_(fresh * (0.12 if tensor.ndim == 2 else 0.2) + ("norm" in name))
+        if module.draft_ids_K is not None:
+            # with token 0, which ends texts
+            others = torch.randperm(96, generator=gen)[: len(module.draft_ids_K) - 1] + 1
+            module.draft_ids_K.copy_(torch.cat((torch.tensor([0]), others)).sort().values)
     choose_mask_token(module, target, config)
     return module.eval()
 
@@ -98,7 +110,7 @@ def our_blocks(
         less=less,
     )
     before = ids[place[:, None] + torch.arange(config.block_size)]
-    logits = target.head(hidden)
+    logits = target.head(hidden) if module.lm_head is None else module.lm_head(hidden)
     found = {"hidden": hidden, "logits": logits}
     if module.markov_head is not None:
         found["logits"] = logits + module.markov_head(before)

@@ -134,6 +134,8 @@ def blocks(case: dict[str, Any], job: dict[str, Any]) -> dict[str, torch.Tensor]
     weights = load_file(f"{job['target']}/model.safetensors")
     # vLLM pads vocabularies, and takes both from the target where a folder has none
     for module, name in ((model.model.embed_tokens, "model.embed_tokens"), (model.lm_head, "lm_head")):
+        if name == "lm_head" and getattr(model, "has_own_lm_head", False):
+            continue
         rows = weights[f"{name}.weight"]
         module.weight.data[: len(rows)].copy_(rows)
     inputs = load_file(case["inputs"])

@@ -1,12 +1,14 @@
 """`longtrain answers`: full batches, resumed runs, parts, and data that can be trained on."""
 
 import hashlib
+import itertools
 import json
 import random
 import sys
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,9 +26,9 @@ from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.jobs import answers as job
 from longtrain.jobs.answering import batches
 from longtrain.jobs.answering.ahead import Ahead
-from longtrain.jobs.answering.batches import AnswerBatches
+from longtrain.jobs.answering.batches import AnswerBatches, Conversation
 from longtrain.jobs.answering.files import AnswerFiles
-from longtrain.jobs.answering.places import PREFILL_SPEED, Places
+from longtrain.jobs.answering.places import Places
 from longtrain.journals import Journal
 from longtrain.targets.loading import load_target, random_target
 from tests.families import usual
@@ -64,8 +66,8 @@ class Fake:
 
     def __init__(self, stop=None, least=1):
         self.least, self.interrupted = least, stop
-        self.steps = self.prefilled = self.fed = 0
-        self.prefill_s, self.taken, self.reads, self.held = 0.0, [], [], {}
+        self.steps = self.prefilled = self.prefills = 0
+        self.prefill_s, self.taken, self.reads, self.asked, self.held = 0.0, [], [], [], {}
 
     def make(self, n, slots):
         self.n, self.slots, self.text, self.late = n, slots, {}, []
@@ -75,24 +77,23 @@ class Fake:
     def busy(self):
         return len(self.text)
 
-    def begin(self, places, prompts, ids, *, most):
+    def begin(self, places, texts, ids, *, most, cached=None):
         assert not set(places) & set(self.text) and max(places) < self.n
-        assert max(map(len, prompts)) + most <= self.slots
-        self.reads.append([len(prompt) for prompt in prompts])
-        self.prefilled += sum(len(prompt) - 1 for prompt in prompts)
-        for place, prompt, one in zip(places, prompts, ids, strict=True):
-            self.held[place] = list(prompt[:-1])
-            self.go_on(place, len(prompt) - 1, prompt[-1:], one, most=most)
+        assert max(map(len, texts)) + most <= self.slots
+        if cached is None:
+            self.reads.append([len(text) for text in texts])
+        else:
+            self.asked.append((self.steps, len(texts)))
+        for place, text, known, one in zip(places, texts, cached or [0] * len(texts), ids, strict=True):
+            assert known < len(text) and self.held.get(place, [])[:known] == list(text[:known])
+            self.prefilled += len(text) - 1 - known
+            self.held[place] = list(text)
+            self.text[place] = self.written(place, text, one)
 
-    def go_on(self, place, cached, more, sequence_id, *, most):
-        assert place not in self.text and cached + len(more) + most <= self.slots
-        self.fed += len(more)
-        self.held[place] = [*self.held[place][:cached], *more]
-        rng = np.random.default_rng(
-            [*hashlib.sha256(json.dumps([self.held[place], sequence_id]).encode()).digest()]
-        )
+    def written(self, place, text, one):
+        rng = np.random.default_rng([*hashlib.sha256(json.dumps([list(text), one]).encode()).digest()])
         at = int(rng.integers(self.least, 100))
-        self.text[place] = iter([*rng.integers(10, 99, at).tolist(), END, *[1] * 200])
+        return iter([*rng.integers(10, 99, at).tolist(), END, *[1] * 200])
 
     def stop(self, place, *, kept=0):
         self.text.pop(place, None)
@@ -104,10 +105,10 @@ class Fake:
         self.steps += 1
         self.taken.append(len(self.text))
         arrived, self.late = self.late, [(place, text, next(text)) for place, text in self.text.items()]
-        for place, text, token in arrived:
-            if self.text.get(place) is text:
-                self.held[place].append(token)
-                yield place, token
+        made = [(place, token) for place, text, token in arrived if self.text.get(place) is text]
+        for place, token in made:
+            self.held[place].append(token)
+        return made
 
 
 def render(messages, before, name):
@@ -192,15 +193,27 @@ def test_a_conversation_goes_on_in_its_place_and_only_what_is_new_is_read(tmp_pa
         users = [turn["content"] for turn in row["messages"][::2]]
         assert users == [f"q{row['name']}", "b", "cc"]
         assert row["tokens"] == sum(len(turn["content"].split()) + 1 for turn in row["messages"][1::2])
-    # whether a question was fed or its whole prompt read: as its length says
-    read, fed = sum(len(one.ids_T) - 1 for one in given), 80
-    for row in rows:
-        ids = len(given[int(row["name"])].ids_T)
-        for answer in row["messages"][1:-2:2]:
-            ids += len(answer["content"].split()) + 4
-            again = ids < 4 * PREFILL_SPEED
-            read, fed = read + again * (ids - 1), fed + (1 if again else 4)
-    assert (write.prefilled, write.fed) == (read, fed) and write.fed > 300
+    read = sum(len(one.ids_T) - 1 for one in given)
+    # of a question: the end of the answer before it, and its tokens but the last, which the next step takes
+    assert write.prefilled == read + 80 * 2 * (4 - 1)
+
+
+def test_questions_are_read_together_at_steps_that_do_not_depend_on_the_host(tmp_path):
+    answered(tmp_path / "one", write := Fake(), n=300, batch=64, more=("b", "cc"))
+    asked = write.asked
+    rest = [step for step, _ in asked[:-20] if step % batches.NEXT_STEPS]
+    assert not rest and sum(count for _, count in asked) == 600
+    assert sum(count for _, count in asked[:20]) > 20 * 4
+    real = answered.__globals__["render"]
+
+    def slow(*args):
+        threading.Event().wait(0.002)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "render", slow)
+        answered(tmp_path / "other", again := Fake(), n=300, batch=64, more=("b", "cc"))
+    assert again.asked == asked and lines(tmp_path / "one") == lines(tmp_path / "other")
 
 
 def test_another_rendering_of_the_answer_is_read_from_where_it_differs(tmp_path, monkeypatch):
@@ -212,7 +225,16 @@ def test_another_rendering_of_the_answer_is_read_from_where_it_differs(tmp_path,
 
     monkeypatch.setattr(sys.modules[__name__], "render", changed)
     answered(tmp_path, write := Fake(least=90), more=("b",), n=3, most=120)
-    assert write.fed == 3 + 3 * (6 + 1)
+    assert write.prefilled == sum(len(one.ids_T) - 1 for one in prompts(3)) + 3 * 6
+
+
+def test_of_a_prompt_that_its_place_holds_the_last_token_is_still_to_come(tmp_path, monkeypatch):
+    """A template that shortens the conversation: the step that takes the token draws the answer's first."""
+    rendered = render
+    monkeypatch.setattr(sys.modules[__name__], "render", lambda *given: rendered(*given)[:-6])
+    answered(tmp_path, write := Fake(least=90), more=("b",), n=3, most=120)
+    assert write.prefilled == sum(len(one.ids_T) - 1 for one in prompts(3))
+    assert sum(count for _, count in write.asked) == 3
 
 
 def test_answers_that_are_cut_or_blank_end_as_they_say(tmp_path):
@@ -226,9 +248,8 @@ def test_answers_that_are_cut_or_blank_end_as_they_say(tmp_path):
 
 def test_a_blank_answer_is_left_out_and_not_asked_for_again(tmp_path):
     class Blank(Fake):
-        def go_on(self, place, *args, **options):
-            super().go_on(place, *args, **options)
-            self.text[place] = iter([END] * 9)
+        def written(self, place, text, one):
+            return iter([END] * 9)
 
     made = answered(tmp_path, Blank(), more=("b",))
     assert made.n_empty == 80 and not list((tmp_path / "rows").iterdir())
@@ -238,10 +259,8 @@ def test_a_blank_answer_is_left_out_and_not_asked_for_again(tmp_path):
 
 def test_a_later_blank_answer_ends_the_conversation_before_its_question(tmp_path):
     class Later(Fake):
-        def go_on(self, place, cached, more, *args, **options):
-            super().go_on(place, cached, more, *args, **options)
-            if more[0] == END:
-                self.text[place] = iter([END] * 9)
+        def written(self, place, text, one):
+            return iter([END] * 9) if END in text else super().written(place, text, one)
 
     made = answered(tmp_path, Later(least=60), more=("b",), most=120)
     rows = [json.loads(line) for line in content(tmp_path).splitlines()]
@@ -580,6 +599,65 @@ def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatc
             assert turns[at]["content"] == target.tokenizer.decode(fresh, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "dtype", "batch"),
+    [(Sampling(), torch.float32, 5), (Sampling(temperature=0.8, seed=3), torch.float64, 3)],
+    ids=["greedy", "sampled"],
+)
+def test_conversations_are_those_of_fresh_prompts_in_any_batch_and_stopped_anywhere(
+    tmp_path, sampling, dtype, batch
+):
+    """Questions of 1, 2 and 30 tokens; a tenth of all tokens ends an answer, and the last are cut."""
+    target, most, asked = load_target("tiny", dtype=dtype), 12, ("2", "30", "1")
+    ends = frozenset(range(0, target.info.vocab_size, 10))
+    given = [replace(one, more=asked[number % 4 :], more_tokens=50) for number, one in enumerate(prompts(12))]
+
+    def following(messages, before, name):
+        answer, question = messages[-2]["content"], messages[-1]["content"]
+        return [*before, *map(int, answer.split()), *range(50, 50 + int(question))]
+
+    def write(folder, places, steps=None):
+        files = AnswerFiles(tmp_path / folder, SETTINGS, part=(0, 1))
+        made = AnswerBatches(
+            files,
+            lambda n, slots: Places(target, n, slots, sampling),
+            lambda ids: " ".join(map(str, ids)),
+            following,
+            ends,
+            answer_tokens=most,
+            batch=places,
+        )
+        count = itertools.count()
+        whole = made.run(iter(given), lambda: steps is not None and next(count) == steps)
+        files.close()
+        return whole
+
+    assert write("whole", batch) and write("other", 12)
+    rounds = [write("cut", batch, steps) for steps in (9, 20, 30)]
+    assert rounds == [False] * 3 and write("cut", batch)
+    rows = {row["name"]: row["messages"] for row in map(json.loads, lines(tmp_path / "whole"))}
+    assert lines(tmp_path / "other") == lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    lengths = Counter()
+    for one in given:
+        talk, ids, written = Conversation(one, [*one.messages], one.ids_T.tolist()), one.ids_T.tolist(), []
+        for question in (*one.more, None):
+            (tokens,) = Engine(target).generate(
+                [ids], max_new_tokens=most, sampling=sampling, shape=PLAIN, sequence_ids=[talk.draws],
+                stop_ids=ends,
+            ).tokens  # fmt: skip
+            kept = tokens[:-1] if tokens[-1] in ends else tokens
+            if not kept:
+                break
+            lengths[len(kept)] += 1
+            written.append(" ".join(map(str, kept)))
+            talk.messages += [{"role": "assistant", "content": written[-1]}]
+            talk.messages += [{"role": "user", "content": question}]
+            ids = following(talk.messages, ids, "") if question else ids
+        found = [turn["content"] for turn in rows.get(one.name, [])[1::2]]
+        assert found == written
+    assert len(lengths) > 4 and lengths[most]
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3", "smollm3"])
 def test_texts_go_on_from_a_kept_prompt_in_layers_with_windows(family):
     """Each question on a prompt of several windows gets the text of the whole, read anew."""
@@ -592,17 +670,17 @@ def test_texts_go_on_from_a_kept_prompt_in_layers_with_windows(family):
     )
     places = Places(target, 2, 100, Sampling())
     places.begin([1], [prompt], [0], most=1)
-    while not list(places.step()):
+    while not places.step():
         pass
     places.stop(1, kept=len(prompt))
     for cached in (len(prompt), len(prompt) - 5):  # the whole prompt stays, or a part of it
         for question in questions:
-            places.go_on(1, cached, question, 0, most=12)
+            whole = prompt[:cached] + question
+            places.begin([1], [whole], [0], most=12, cached=[cached])
             found = []
             while len(found) < 12:
                 found += [token for _, token in places.step()]
             places.stop(1, kept=cached)
-            whole = prompt[:cached] + question
             expected = Engine(target).generate([whole], max_new_tokens=12, shape=PLAIN, ignore_eos=True)
             assert found == expected.tokens[0]
 
@@ -666,9 +744,9 @@ def test_speeds_are_told_from_the_start_and_while_places_are_refilled(tmp_path, 
         """The first prompts come late, and the last answers have few places."""
 
         def step(self):
-            arrived = list(super().step())
+            arrived = super().step()
             told.append(len(arrived))
-            return iter(arrived)
+            return arrived
 
     monkeypatch.setattr(batches.time, "perf_counter", lambda: float(next(clock)))
     made = answered(tmp_path, Slow(), n=200, batch=8)

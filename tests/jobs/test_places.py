@@ -9,7 +9,7 @@ import torch
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.sampling import HashRng, Sampling
 from longtrain.errors import ArtifactError
-from longtrain.jobs.answering.places import Places
+from longtrain.jobs.answering.places import PREFILL_ENTRIES, PREFILL_TOKENS, Places, Unread
 from longtrain.targets.loading import load_target, random_target
 from longtrain.targets.shapes import SHAPES
 
@@ -75,8 +75,7 @@ def test_only_what_is_new_is_read(target):
     given = prompts([30, 7, 21])
     places = Places(target, 2, 60, Sampling())
     written(places, list(enumerate(given)))
-    assert places.prefilled == 29 + 6 + 20 and places.fed == 3
-    assert places.prefill_s > 0
+    assert (places.prefilled, places.prefills) == (29 + 6 + 20, 3) and places.prefill_s > 0
 
 
 @pytest.mark.parametrize("waits", [0, 1, 5])
@@ -95,16 +94,109 @@ def test_a_text_that_goes_on_is_that_of_a_fresh_prompt(target, kept, waits):
     places.stop(1, kept=len(held))
     for _ in range(waits):
         beside += [token for _, token in places.step()]
-    places.go_on(1, kept, more, 7, most=MOST)
+    whole = [*held[:kept], *more]
+    places.begin([1], [whole], [7], most=MOST, cached=[kept])
     again = []
     while len(again) < MOST:
         for place, token in places.step():
             (again if place == 1 else beside).append(token)
             if len(beside) == MOST:
                 places.stop(2)
-    assert again == alone(target, [*held[:kept], *more], 7, sampling)
+    assert again == alone(target, whole, 7, sampling)
     assert beside[:MOST] == alone(target, other, 6, sampling)
-    assert places.prefilled == 29 + 11 and places.fed == 2 + 8
+    assert places.prefilled == 29 + 11 + 7
+
+
+QUESTIONS = [1, 2, 30, 1, 17, 200, 2, 45]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "dtype", "device"),
+    [
+        (Sampling(), torch.float32, "cpu"),
+        (Sampling(temperature=0.8, seed=3), torch.float64, "cpu"),
+        pytest.param(Sampling(), torch.float32, "cuda", marks=pytest.mark.gpu),
+    ],
+    ids=["greedy", "sampled", "cuda"],
+)
+def test_questions_that_are_read_together_get_the_answers_of_fresh_prompts(
+    sampling, dtype, device, monkeypatch
+):
+    """Places with texts of other lengths, whose answers ended at other steps, and others that decode on."""
+    target, reads = load_target("tiny", device=device, dtype=dtype), []
+    real = target.forward
+
+    def forward(rows, *args, outputs, **options):
+        if outputs.logits != "all":
+            reads.append(tuple(rows.pos_BT.shape))
+        return real(rows, *args, outputs=outputs, **options)
+
+    monkeypatch.setattr(target, "forward", forward)
+    count = len(QUESTIONS)
+    given = prompts([5, 40, 1, 64, 2, 33, 90, 17, 20, 3])
+    places = Places(target, count + 2, 300, sampling)
+    places.begin(range(count + 2), given, range(count + 2), most=2 * MOST)
+    texts, lengths = [[] for _ in given], [3, 1, 7, 4, 9, 2, 5, 8, 2 * MOST, 2 * MOST]
+    while any(len(texts[place]) < lengths[place] for place in range(count)):
+        for place, token in places.step():
+            texts[place].append(token)
+            if len(texts[place]) == lengths[place]:
+                places.stop(place, kept=len(given[place]) + lengths[place] - 1)
+    held = [[*given[place], *texts[place][:-1]] for place in range(count)]
+    whole = [[*held[place], *prompts([n], seed=9)[0]] for place, n in enumerate(QUESTIONS)]
+    reads.clear()
+    places.begin(range(count), whole, range(20, 20 + count), most=MOST, cached=[*map(len, held)])
+    # a question of one token goes through the next step; the longest would double what the others read
+    assert reads == [(1, 199), (5, 44)]
+    again = [[] for _ in range(count)]
+    while any(len(one) < MOST for one in again) or any(len(one) < 2 * MOST for one in texts[count:]):
+        for place, token in places.step():
+            text = again[place] if place < count else texts[place]
+            text.append(token)
+            if len(text) == (MOST if place < count else 2 * MOST):
+                places.stop(place)
+    for place in range(count):
+        assert again[place] == alone(target, whole[place], 20 + place, sampling)
+    for place in (count, count + 1):
+        assert texts[place] == alone(target, given[place], place, sampling, 2 * MOST)
+
+
+def test_a_long_and_a_new_text_of_which_padding_would_leave_a_place_are_read_apart(target):
+    first, more, other = prompts([50, 6, 50])
+    places = Places(target, 2, 80, Sampling())
+    places.begin([0], [first], [0], most=MOST)
+    places.stop(0, kept=49)
+    whole = [*first[:49], *more]
+    places.begin([0, 1], [whole, other], [1, 2], most=MOST, cached=[49, 0])
+    texts = [[], []]
+    while any(len(text) < MOST for text in texts):
+        for place, token in places.step():
+            texts[place].append(token)
+    assert places.prefills == 3
+    assert [text[:MOST] for text in texts] == [
+        alone(target, whole, 1, Sampling()),
+        alone(target, other, 2, Sampling()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "sizes"),
+    [
+        ([], []),
+        ([(0, 1)], [1]),
+        ([(0, PREFILL_TOKENS + 1)], [1]),  # however long
+        ([(PREFILL_ENTRIES, 8)], [1]),
+        ([(0, PREFILL_TOKENS // 4)] * 6, [4, 2]),
+        ([(PREFILL_ENTRIES // 4 - 8, 8)] * 6, [4, 2]),  # few new tokens after many
+        ([(0, 500), (0, 218)], [2]),
+        ([(0, 500), (0, 217)], [1, 1]),  # it would be padding for the most part
+    ],
+)
+def test_texts_are_read_together_up_to_a_number_of_tokens_and_entries(target, texts, sizes):
+    places = Places(target, 1, 32, Sampling())
+    places.slots = 1 << 20
+    unread = [Unread(0, cached, range(cached + new)) for cached, new in texts]
+    assert [len(group) for group in places._groups(unread)] == sizes
 
 
 def test_a_text_may_fill_its_place_to_the_last_slot(target):

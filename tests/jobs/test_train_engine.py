@@ -28,6 +28,7 @@ LENGTHS = (32, 96, 64, 48, 160, 32, 80, 112, 64, 48)
 LAYER_IDS = (1, 2, 3, 4)
 """What vLLM is asked for: the layers that EAGLE-3 reads of a target of 4, and the last one."""
 EAGLE3 = ("method=eagle3", "method.depths=3", "method.draft_vocab_size=64")
+DSPARK = ("method=dspark", "method.block_size=4", "method.mask_token=7")
 STAGES = "data.stages=[{epochs: 3, sequence_tokens: 256, doc_tokens: 256, recut: false}]"
 
 
@@ -125,25 +126,27 @@ def test_a_run_cut_short_goes_on_bit_for_bit_and_from_no_other_source(losses, st
     assert losses("cut", "features=engine") == whole
 
 
-@pytest.mark.parametrize("form", [None, "speculators", "flat"])
 def test_it_is_exported_without_the_target_and_attached_to_it(
-    losses, words, states, four_layers, tmp_path, monkeypatch, form
+    losses, words, states, four_layers, tmp_path, monkeypatch
 ):
+    """In our own format and in those of engines."""
     losses("one", "features=engine")
+    forms = ("speculators", "flat")
     with monkeypatch.context() as patched:
         patched.setattr(Target, "_run", lambda *_: pytest.fail("the target ran"))
-        export.run(words("export", "one", *([] if form is None else [f"format={form}"])))
+        for form in forms:
+            export.run(words("export", "one", f"format={form}"))
     target = load_target(four_layers)
     artifact = Artifact.load(tmp_path / "checkpoints/one")
     assert artifact.verified and len(artifact.verification.checks) == 1
     assert {*artifact.golden.inputs} == {"hidden_0", "hidden_1", "hidden_2", "hidden_-1"}
+    assert len(artifact.golden.measure(artifact._parts, target)) == 1 + 4 + 1
     prompt = token_ids(40, vocab=256, seed=3)
     plain = Engine(target).generate(prompt, max_new_tokens=24, ignore_eos=True)
-    place = tmp_path / ("checkpoints/one" if form is None else f"checkpoints/one-{form}")
-    drafted = Engine(target, Artifact.load(place, unverified=form is not None).attach(target))
-    assert drafted.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens == plain.tokens
-    if form is None:
-        assert len(artifact.golden.measure(artifact._parts, target)) == 1 + 4 + 1
+    others = [Artifact.load(tmp_path / f"checkpoints/one-{form}", unverified=True) for form in forms]
+    for one in (artifact, *others):
+        drafted = Engine(target, one.attach(target))
+        assert drafted.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens == plain.tokens
 
 
 def test_a_draft_of_the_ends_of_a_target_with_windows_attaches_to_the_whole(losses, words, rows, tmp_path):
@@ -187,10 +190,17 @@ def test_states_of_other_layers_are_found_once_the_target_is_at_hand(
         Artifact.load(tmp_path / "checkpoints/one").attach(load_target(four_layers))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", [EAGLE3, ("method=dspark", "method.block_size=4", "method.mask_token=7")])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        (EAGLE3, "float32"),
+        (DSPARK, "bfloat16"),
+        pytest.param(EAGLE3, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(DSPARK, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_last_state_of_another_layer_is_found_once_the_target_is_at_hand(
-    losses, words, rows, four_layers, tmp_path, dtype, method
+    losses, words, rows, four_layers, tmp_path, method, dtype
 ):
     """An engine that was given [1,2,3] in place of [1,2,4]: the draft reads the right layers."""
     target, reads = load_target(four_layers, dtype=dtype), (*method, "method.layers=[0,1]")
@@ -246,7 +256,7 @@ def test_a_folder_without_states_is_refused_at_once(words):
 
 
 def test_dspark_learns_from_an_engines_states_too(losses, states):
-    small = ["method=dspark", "method.block_size=4", "method.layers=[0,1,2]", "method.mask_token=7"]
+    small = [*DSPARK, "method.layers=[0,1,2]"]
     assert losses("engine", "features=engine", method=small) == losses("online", method=small)
 
 

@@ -28,7 +28,7 @@ def test_multipliers_scale_the_rate_by_name():
     )
     rates = {(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert rates == {(1.0, 0.0), (0.1, 0.1), (0.1, 0.0)}
-    with pytest.raises(ConfigError, match=r"'porj\.\*' matches no"):
+    with pytest.raises(ConfigError, match=r"'porj\.\*' matches no.* write ~optim\.lr_multipliers"):
         Optim(lr_multipliers={"porj.*": 0.1}).build(params(), max_steps=10)
 
 
@@ -47,6 +47,13 @@ def test_schedules_warm_up_peak_and_end():
 def test_wrong_values_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Optim(**wrong)
+
+
+def test_only_muon_has_momentum():
+    says = r"optim\.momentum=0\.9; allowed: 0\.95 where optim\.name=adamw, which has betas in its place"
+    with pytest.raises(ConfigError, match=says):
+        Optim(momentum=0.9)
+    assert Optim(name="muon", momentum=0.9).momentum == 0.9
 
 
 def test_nothing_to_train_is_an_error():
@@ -95,7 +102,7 @@ def test_muon_without_matrices_or_under_zero_is_refused():
     norm = nn.LayerNorm(4)
     with pytest.raises(ConfigError, match=r"optim\.name=muon trains matrices, and the module has none"):
         Optim(name="muon").build(norm.named_parameters(), max_steps=1)
-    with pytest.raises(ConfigError, match=r"optim\.name=muon needs whole matrices"):
+    with pytest.raises(ConfigError, match=r"optim\.name=muon needs whole matrices.*optim\.name=adamw"):
         strategy.check(
             {"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2}, optimizer="muon"
         )

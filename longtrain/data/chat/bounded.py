@@ -59,7 +59,7 @@ class Bounded:
                 self._start()
             assert self._pipe is not None
             try:
-                self._pipe.send((args, options))
+                self._pipe.send((args, options, seconds))
                 if not self._pipe.poll(seconds):
                     raise Failed(f"it was not done after {seconds:g} s")
                 done, found = self._pipe.recv()
@@ -114,7 +114,8 @@ def _serve(pipe: Connection, work: Callable[..., Any], memory: int) -> None:
         gc.freeze()  # never free inherited objects here, GPU tensors above all
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
@@ -127,11 +128,13 @@ def _serve(pipe: Connection, work: Callable[..., Any], memory: int) -> None:
             limit = pages * resource.getpagesize() + memory
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         while True:
-            args, options = pipe.recv()
+            args, options, seconds = pipe.recv()
+            signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # if the parent is killed, and cannot end this
             try:
                 answer = (True, work(*args, **options))
             except BaseException as error:  # a template can raise anything
                 answer = (False, first_line(error))
+            signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send(answer)
     except BaseException:  # the other end is gone
         pass

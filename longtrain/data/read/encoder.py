@@ -5,24 +5,17 @@ Shapes: T tokens of one text.
 
 from __future__ import annotations
 
-import mmap
 import os
-import pickle
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from multiprocessing import get_context, parent_process
-from multiprocessing.reduction import DupFd
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import numpy as np
 
 from longtrain.data.read.adapters import Document
+from longtrain.data.read.processes import ProcessEnded, Processes, Received
 from longtrain.errors import ConfigError, DataError, first_line, is_failure
 from longtrain.log import get_logger
 
@@ -36,11 +29,6 @@ PARALLEL_CHARS = 8_000_000
 """Characters from which several processes pay: to start one takes as long as to tokenise a few million."""
 AHEAD_BATCHES = 16
 """Most batches that are read ahead to see whether there are so many characters."""
-
-KILLED = (
-    "a process that tokenises was killed, probably for memory, or could not start; run with fewer: "
-    "++data.tokenise_workers=1, or 0"
-)
 
 T = TypeVar("T")
 Chat = Callable[[Any, Document], Any]
@@ -94,17 +82,20 @@ class Encoder:
         self._from_chars = PARALLEL_CHARS if workers is None else 0
         self._chars = 0
         """Characters of the texts that were tokenised so far."""
-        self._pool: _Pool | None = None
+        self._processes: Processes | None = None
 
     def __enter__(self) -> Encoder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        used = self._workers if self._processes else 1
+        if self._processes is not None:
+            if kind is not None:  # an error, or Ctrl-C: nobody wants what they are doing
+                self._processes.kill()
+            self._processes.close()
         if self._chars:
-            log.info("tokenised characters=%d processes=%d", self._chars, self._workers if self._pool else 1)
-        self._pool = None
+            log.info("tokenised characters=%d processes=%d", self._chars, used)
+        self._processes = None
 
     def batches(
         self, stream: Iterable[list[Document]], chat: Chat | None = None, each: Each | None = None
@@ -160,17 +151,31 @@ class Encoder:
                 ready = False
                 batch, futures = waiting.popleft()
                 n_slices -= max(1, len(futures))
-                yield batch, _taken(futures)
+                yield batch, self._taken(futures)
         while waiting:
             batch, futures = waiting.popleft()
-            yield batch, _taken(futures)
+            yield batch, self._taken(futures)
 
     def _submit(self, items: list[Document], work: _Work) -> Future[list[Any]]:
-        """Have one of the processes tokenise documents; the first call starts them."""
-        if self._pool is None:
+        """Have one of the processes tokenise documents; the first calls start them."""
+        if self._processes is None:
             log.info("tokenising processes=%d", self._workers)
-            self._pool = _Pool(self.tokenizer, self._workers)
-        return self._pool.submit(items, work)
+            self._processes = Processes(self.tokenizer, self._workers, _begin)
+        return self._processes.submit(_work, items, work)
+
+    def _taken(self, futures: list[Future[list[Any]]]) -> Iterator[Any]:
+        """Wait for a batch's tokens.
+
+        Raises:
+            DataError: the tokenizer fails, or a process was killed.
+        """
+        try:
+            return iter([one for future in futures for one in future.result()])
+        except ProcessEnded as error:
+            raise DataError(
+                f"tokenising {error}; run with fewer than {self._workers} such processes: "
+                f"++data.tokenise_workers={self._workers // 2}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -232,92 +237,15 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     return found
 
 
-class _Pool:
-    """Processes that tokenise: started as they are needed, and ended with this process at the latest."""
-
-    def __init__(self, tokenizer: Any, workers: int) -> None:
-        self._tokenizer = _Pickled(tokenizer)
-        self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(self._tokenizer, workers)
-        )
-
-    def submit(self, items: list[Document], work: _Work = _Work()) -> Future[list[Any]]:
-        """Return the coming items of documents.
-
-        Raises:
-            DataError: a process was killed.
-        """
-        try:
-            return self._pool.submit(_work, items, work)
-        except BrokenProcessPool as error:
-            raise DataError(KILLED) from error
-
-    def close(self) -> None:
-        """End the processes; work that none has begun is left undone."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._tokenizer.close()
-
-
-class _Pickled:
-    """An object for processes that are being started, pickled into a file that has no name.
-
-    What is handed to such a process directly goes through a pipe, and whoever starts it waits until it has
-    read all of it. A tokenizer takes seconds there, since transformers are imported first, and so the
-    processes would start one after the other. Of this object only a file descriptor goes through the pipe.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._file = TemporaryFile()  # noqa: SIM115 - open until the last process has started
-        pickle.dump(value, self._file)
-        self._file.flush()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Received, (DupFd(self._file.fileno()),)
-
-    def close(self) -> None:
-        """Give the file back."""
-        self._file.close()
-
-
-class _Received:
-    """What becomes of a `_Pickled` in the process that was started."""
-
-    def __init__(self, descriptor: Any) -> None:
-        self._descriptor = descriptor
-
-    def value(self) -> Any:
-        """Return the object, once."""
-        number = self._descriptor.detach()
-        # the offset of the file is shared by all processes, so it is not read but mapped
-        with mmap.mmap(number, 0, access=mmap.ACCESS_READ) as pickled:
-            os.close(number)
-            return pickle.loads(pickled)
-
-
 _tokenizer: Any = None
 """The tokenizer of a worker process."""
 
 
-def _begin(pickled: Any, workers: int) -> None:
-    """Start a worker, whose tokenizer starts no threads of its own.
-
-    Signals are left to the parent process, which may finish its work first. A worker whose parent was killed
-    would wait for work for ever; a thread ends it.
-    """
+def _begin(tokenizer: Received, workers: int) -> None:
+    """Begin a worker process, whose tokenizer starts no threads of its own."""
     global _tokenizer, sharing
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer, sharing = pickled.value(), workers
-
-
-def _end_with_parent() -> None:
-    """Wait until the parent process has ended, and end this one."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    _tokenizer, sharing = tokenizer.value(), workers
 
 
 def _work(items: list[Document], work: _Work) -> list[Any]:
@@ -334,18 +262,6 @@ def _drained(ahead: deque[list[Document]], stream: Iterator[list[Document]]) -> 
     while ahead:
         yield ahead.popleft()
     yield from stream
-
-
-def _taken(futures: list[Future[list[Any]]]) -> Iterator[Any]:
-    """Wait for a batch's tokens.
-
-    Raises:
-        DataError: the tokenizer fails, or a process was killed.
-    """
-    try:
-        return iter([one for future in futures for one in future.result()])
-    except BrokenProcessPool as error:
-        raise DataError(KILLED) from error
 
 
 def _slices(items: Sequence[T], size: Callable[[Any], int] = _size) -> Iterator[list[T]]:

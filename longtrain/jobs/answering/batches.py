@@ -1,7 +1,7 @@
 """Writes answers in places that stay full: where a conversation ends, the next begins while others go on.
 
 A conversation keeps its place, and the KV entries in it, from question to question. Its next prompt is
-rendered whole by the chat template; what is new in it is all that the target reads (`Places.go_on`).
+rendered whole by the chat template; what is new in it is all that the target reads (`Places.begin`).
 
 Random draws depend on seed, prompt and position alone. An answer is therefore the same whatever is beside it
 and whenever it begins, up to the rounding of a forward. A stopped run begins its unfinished conversations
@@ -21,19 +21,19 @@ from itertools import islice
 from longtrain.data.chat.asked import Unanswered
 from longtrain.data.read.adapters import Message
 from longtrain.jobs.answering.files import AnswerFiles
-from longtrain.jobs.answering.places import PREFILL_SPEED, Places
+from longtrain.jobs.answering.places import PREFILL_TOKENS, Places
 from longtrain.log import get_logger
 from longtrain.progress import Pace
 
 log = get_logger(__name__)
 
-PREFILL_TOKENS = 16384
-"""Most tokens of prompts that are read together, padding included; a longer one is read alone."""
 JOINING = 16
 """Prompts are read together for at most this part of the places, which are empty until all are free."""
 NEXT_STEPS = 8
-"""Steps that a place waits for its next question, which another thread renders. It waits as long whenever
-that is done, so that what happens in a run does not depend on the speed of the host."""
+"""The next questions of conversations are read together, at the steps that are multiples of this. What
+happens in a run thus does not depend on the speed of the host."""
+RENDER_STEPS = 2
+"""Fewest steps that a place waits for its next question, which another thread renders."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class AnswerBatches:
     waited_s: float = 0.0
     """Seconds spent waiting for prompts, of `seconds`."""
     spent: Counter[str] = field(default_factory=Counter)
-    """Counts of the places used so far: prefilled and fed tokens, steps, tokens that they could have
+    """Counts of the places used so far: prefilled tokens, prefills, steps, tokens that they could have
     drawn, and seconds of prefills."""
     _pace: Pace | None = None
     """The tokens of the last minute."""
@@ -139,12 +139,11 @@ class AnswerBatches:
     def times(self) -> str:
         """Say what was read and written, how full the places were, and where the time went."""
         self._close()
-        spent, drawn = self.spent, self.n_tokens + self.spent["fed"]
+        spent = self.spent
         prefill_s = spent["prefill_us"] / 1e6
         return (
-            f"prefilled tokens={spent['prefilled']} seconds={prefill_s:.1f}; "
-            f"fed tokens={spent['fed']}; decoding steps={spent['steps']} "
-            f"full={100 * drawn / max(spent['room'], 1):.0f}% "
+            f"prefilled tokens={spent['prefilled']} prefills={spent['prefills']} seconds={prefill_s:.1f}; "
+            f"decoding steps={spent['steps']} full={100 * self.n_tokens / max(spent['room'], 1):.0f}% "
             f"seconds={self.seconds - prefill_s - self.waited_s:.1f}; "
             f"waited for prompts seconds={self.waited_s:.1f}"
         )
@@ -152,7 +151,8 @@ class AnswerBatches:
     def _close(self) -> None:
         """Count what the present places have done, and let go of them."""
         if (one := self.places) is not None:
-            self.spent.update(prefilled=one.prefilled, fed=one.fed, steps=one.steps, room=one.steps * one.n)
+            self.spent.update(prefilled=one.prefilled, prefills=one.prefills, steps=one.steps)
+            self.spent["room"] += one.steps * one.n
             self.spent["prefill_us"] += round(1e6 * one.prefill_s)
         self.places = None
 
@@ -174,8 +174,13 @@ class AnswerBatches:
                 if not self.live:
                     return not stopping()
                 assert self.places is not None
-                for place, token in self.places.step():
-                    self._take(place, token, renderer)
+                arrived = self.places.step()
+                self.n_tokens += len(arrived)
+                for place, token in arrived:
+                    answer = self.live[place].answer
+                    answer.append(token)
+                    if token in self.ends or len(answer) == self.answer_tokens:
+                        self._answered(place, renderer)
                 self._go_on()
                 now_s = time.perf_counter()
                 self.seconds = now_s - started_s
@@ -243,14 +248,10 @@ class AnswerBatches:
                 return
             self._group.append(self._queue.popleft())
 
-    def _take(self, place: int, token: int, renderer: ThreadPoolExecutor) -> None:
-        """Add a token to an answer; at its end ask the next question, or store the conversation."""
+    def _answered(self, place: int, renderer: ThreadPoolExecutor) -> None:
+        """Ask the next question after an answer has ended, or store the conversation."""
         one = self.live[place]
-        one.answer.append(token)
-        self.n_tokens += 1
-        over = token in self.ends
-        if not over and len(one.answer) < self.answer_tokens:
-            return
+        over = one.answer[-1] in self.ends
         text = self.text(one.answer[:-1] if over else one.answer)
         if not text.strip():
             self.n_empty += 1
@@ -271,24 +272,26 @@ class AnswerBatches:
         self.places.stop(place, kept=len(one.ids) + len(one.answer) - 1)
         question: Message = {"role": "user", "content": one.asked.more[turn // 2]}
         coming = renderer.submit(self.render, [*one.messages, question], one.ids, one.asked.name)
-        self._next.append((self.places.steps + NEXT_STEPS, place, question, coming))
+        due = -(-(self.places.steps + RENDER_STEPS) // NEXT_STEPS) * NEXT_STEPS
+        self._next.append((due, place, question, coming))
 
     def _go_on(self) -> None:
         """Let places go on whose next question is due; without any other work that is at once."""
         assert self.places is not None
+        due: dict[int, tuple[Conversation, int]] = {}
         while self._next and (self._next[0][0] <= self.places.steps or not self.places.busy):
             _, place, question, coming = self._next.popleft()
             one, ids = self.live[place], coming.result()
             if len(ids) + self.answer_tokens > self.needs(one.asked):
                 self._end(place)
                 continue
-            common = min(one.common(ids), len(ids) - 1)
+            due[place] = one, min(one.common(ids), len(ids) - 1)
             one.messages.append(question)
             one.ids, one.answer = ids, []
-            if (len(ids) - common) * PREFILL_SPEED > len(ids):
-                self.places.begin([place], [ids], [one.draws], most=self.answer_tokens)
-            else:
-                self.places.go_on(place, common, ids[common:], one.draws, most=self.answer_tokens)
+        if due:
+            texts, draws = [one.ids for one, _ in due.values()], [one.draws for one, _ in due.values()]
+            cached = [common for _, common in due.values()]
+            self.places.begin([*due], texts, draws, most=self.answer_tokens, cached=cached)
 
     def _end(self, place: int) -> None:
         """Store a conversation up to its last answer, and free its place."""

@@ -36,6 +36,9 @@ class Config:
     markov_rank: Count = 256  # rank of that correction
     sample_from_anchor: bool = True  # the block's first slot, which is the newest token, predicts the next
     # one; False: as DFlash, each masked slot predicts its own token, and the block has one slot more
+    draft_vocab_size: CountOrZero = 0  # tokens that the draft can propose, the most frequent ones of the
+    # labels, by an LM head of its own, which starts as the target's and is trained; 0: all tokens, by the
+    # target's head. Needs objective=lk_hybrid
     mask_token: int | None = None  # id of the token that fills a block; null: the tokenizer's mask token, or
     # the first embedding beyond its tokens, or a reserved token, or that of padding or end
     level_inputs: bool = False  # each channel of the target's states is divided by its size, measured before
@@ -100,6 +103,9 @@ class Config:
             if one.name in unused and getattr(self, one.name) != one.default:
                 allowed = f"{one.default} where method.objective={self.objective}, which does not use it"
                 raise wrong(f"method.{one.name}", getattr(self, one.name), allowed)
+        if self.draft_vocab_size and self.objective == "ce_l1":
+            allowed = "0 where method.objective=ce_l1, whose cross-entropy needs every token (or lk_hybrid)"
+            raise wrong("method.draft_vocab_size", self.draft_vocab_size, allowed)
         if self.ce_weight + self.l1_weight == 0:
             raise wrong("method.l1_weight", self.l1_weight, "more than 0 where method.ce_weight=0")
         if self.min_confidence and self.heads != "markov_confidence":
@@ -137,3 +143,8 @@ def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
         return tuple(config.layers)
     low, high = (1, n_layers - 3) if n_layers >= 8 else (0, max(n_layers - 2, 0))
     return tuple(sorted({round(low + i * (high - low) / 4) for i in range(5)}))
+
+
+def draft_vocab(config: Config, vocab_size: int) -> int:
+    """Return how many tokens the draft can propose, for a target with `vocab_size` tokens."""
+    return min(config.draft_vocab_size or vocab_size, vocab_size)

@@ -4,23 +4,27 @@ The formulas follow the phases of `objective`, `chunked`, `loss` and `kernels.an
 not been compared with measurements yet.
 
 Shapes: T tokens of a packed sequence, E hidden dim, I inner dim of the MLP, n layers of the target that are
-read, L layers of the draft, F rank of the Markov head, V vocabulary.
+read, L layers of the draft, F rank of the Markov head, V tokens of the target's vocabulary, K of the draft's.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
 from longtrain.costs.training import PackedSequence, StepCost
-from longtrain.methods.dspark.config import Config, layers_of
+from longtrain.methods.dspark.config import Config, draft_vocab, layers_of
 
 LOSS_BYTES = 2**30
-"""Bytes of the logits of a block of slots, the draft's and the target's, as in `losses.blocks`."""
+"""Bytes of the logits of a block of slots, as in `losses.blocks`: the target's over its vocabulary and over
+the draft's, and the draft's."""
 
-MOVED = 14
-"""Number of times that a pair of logits, the draft's and the target's, is read or written."""
+TEACHER_MOVED, DRAFT_MOVED = 3, 14
+"""Number of times that a logit is read or written: of the target, for each token that slots predict; and of a
+slot, 8 as in EAGLE-3, 4 for the Markov head and 2 for the target's logits of the slot's token."""
 
 
 def _widths(config: Config, size: Sizes) -> tuple[int, int, int]:
@@ -30,12 +34,31 @@ def _widths(config: Config, size: Sizes) -> tuple[int, int, int]:
     return heads * dim, groups * dim, config.intermediate_size or size.intermediate_size
 
 
-def draft_weights(config: Config, size: Sizes) -> tuple[int, int, int]:
-    """Return the weights of one layer, of `fc`, and of one of the Markov head's two matrices."""
+class DraftWeights(NamedTuple):
+    """Numbers of weights.
+
+    Args:
+        layer: of one layer.
+        fc: of `fc`.
+        embedding: of the Markov head's embedding, of which a token reads one row.
+        markov: of the Markov head's matrix.
+        head: of the draft's own LM head; 0: the target's.
+    """
+
+    layer: int
+    fc: int
+    embedding: int
+    markov: int
+    head: int
+
+
+def draft_weights(config: Config, size: Sizes) -> DraftWeights:
+    """Return the numbers of a draft's weights."""
     E, (wide, kv, inner) = size.hidden_size, _widths(config, size)
     fc = len(layers_of(config, size.n_layers)) * E * E
-    markov = 0 if config.heads == "none" else config.markov_rank * size.vocab_size
-    return E * (2 * wide + 2 * kv + 3 * inner), fc, markov
+    rank, drafted = 0 if config.heads == "none" else config.markov_rank, draft_vocab(config, size.vocab_size)
+    head = E * drafted if config.draft_vocab_size else 0
+    return DraftWeights(E * (2 * wide + 2 * kv + 3 * inner), fc, rank * size.vocab_size, rank * drafted, head)
 
 
 def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
@@ -45,10 +68,11 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     outputs (6 E), the MLP (4 I), queries and their rotation and outputs (5 HD), own K and V (3 GD); per token
     of a chunk once the states that are read, and the keys before norm and rotation.
 
-    Note: every token is counted as a label.
+    Note: every token is counted as a label, and slots predict as many different tokens as they can.
     """
     E, (wide, kv, inner) = size.hidden_size, _widths(config, size)
-    layer, fc, markov = draft_weights(config, size)
+    layer, fc, _, markov, head = draft_weights(config, size)
+    K = draft_vocab(config, size.vocab_size)
     L, V, n = config.n_layers, size.vocab_size, len(layers_of(config, size.n_layers))
     T, chunk = row.tokens, min(config.chunk_tokens or row.tokens, row.tokens)
     rows = T * config.rows // config.anchor_every
@@ -60,14 +84,19 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     shared = 2 * own * kv * T * (2 * itemsize + 4) + 2 * kv * T * 4
     joined = (2 if config.level_inputs else 1) * n * E
     activations = max(at_once * each, chunk * (joined + 2 * E + 4 * own * kv)) * itemsize
-    block = min(at_once, max(16, LOSS_BYTES // (2 * V * itemsize)))
-    loss = 2 * block * V * itemsize + (2 * 4 + itemsize) * markov
+    numbers = V + 2 * K
+    block = min(at_once, max(16, LOSS_BYTES // (numbers * itemsize)))
+    # both matrices in 16 bits, their gradients and a product
+    loss = block * numbers * itemsize + (2 * 4 + itemsize) * (markov + head)
     chunks = -(-rows // max(at_once, 1))
     document = row.attended
     seen = sum(min(2 * window, document) if window else document for window in config.layer_windows)
     attention = 7 * wide * rows * seen
-    linear = 6 * L * layer * rows + 8 * (fc + 2 * own * E * kv) * T + (6 * V * E + 6 * markov) * slots
-    moved = rows * 4 * each * itemsize + slots * V * itemsize * MOVED + 20 * trained * chunks
+    predicted = min(slots, T)
+    logits = 2 * V * E * predicted + (4 * K * E + 2 * head + 6 * markov) * slots
+    linear = 6 * L * layer * rows + 8 * (fc + 2 * own * E * kv) * T + logits
+    logits_moved = (TEACHER_MOVED * V * predicted + DRAFT_MOVED * K * slots) * itemsize
+    moved = rows * 4 * each * itemsize + logits_moved + 20 * trained * chunks
     return StepCost(
         inputs=T * (((n + 1) * E + last) * itemsize + 8),
         module=shared + activations + loss,
@@ -89,11 +118,11 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
         every token where only some layers have a window.
     """
     width = Width(8 * itemsize, 8 * itemsize)
-    layer, fc, markov = draft_weights(config, size)
-    counted = config.n_layers * size.layer
+    layer, fc, embedding, markov, head = draft_weights(config, size)
+    counted = config.n_layers * size.layer + (size.head if head else 0)  # what they read of the target
     windows = config.layer_windows
     seen = None if None in windows else max(one for one in windows if one is not None)
-    more = config.n_layers * layer + fc + len(widths) * markov - counted
+    more = config.n_layers * layer + fc + len(widths) * markov + head - counted
     draft = Forward(width, rows=config.rows, layers=config.n_layers, more_weights=more, seen=seen)
     row = 2 * itemsize * _widths(config, size)[1]
 
@@ -107,6 +136,6 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
         alone=Forward(width),
         draft=(draft,),
         verify=Forward(width, rows=1 + sum(widths)),
-        weight_bytes=float(itemsize * (config.n_layers * layer + fc + 2 * markov)),
+        weight_bytes=float(itemsize * (config.n_layers * layer + fc + embedding + markov + head)),
         cache_bytes=cache_bytes,
     )

@@ -30,6 +30,8 @@ class FusedDSpark:
         self.blocks = [draft.block_layer(i) for i in range(len(draft.layers))]
         self.layers = [JoinedLayer(block.self_attn, block.mlp) for block in self.blocks]
         self.fc = self.layers[0].dense(draft.fc)
+        self.head = None if draft.lm_head is None else self.layers[0].dense(draft.lm_head)
+        """The draft's own LM head; None: the target's."""
 
     def holds(self) -> bool:
         """Return True if the concatenated weights are still the draft's (`JoinedLayer.holds`)."""

@@ -1,14 +1,17 @@
-"""The loss of drafted tokens on the target's LM head with a Markov correction, a block of rows at a time.
+"""The loss of drafted tokens with a Markov correction of the LM head, a block of rows at a time.
 
-With z = h U' + b W2' the logits of a slot (h the draft's state, U the target's head, b the Markov embedding
-of the token before), q = softmax(z), p the target's distribution and y the token of the data:
+With z = h U' + b W2' the logits of a slot (h the draft's state, U its head, b the Markov embedding of
+the token before), q = softmax(z), p the target's distribution and y the token of the data:
 
     ce_l1      value = ce * (-log q_y) + l1 * sum |q - p|
                d value / dz = ce * (q - 1_y) + l1 * q * (s - sum q s),  s = sign(q - p)
     lk_hybrid  EAGLE-3's: value = w KL(p | q) + (1 - w) (1 - a),
                w = exp(-kl_decay a),  a = 1 - sum |q - p| / 2
 
-Shapes: N slots, E hidden dim, V vocabulary, F rank of the Markov head, R slots of a block.
+With a vocabulary of the draft's own q is over its tokens, and `losses.draft` says what the hybrid is then.
+
+Shapes: N slots, W tokens that slots predict, E hidden dim, V vocabulary, K tokens that the draft can propose
+(V, unless it has a vocabulary of its own), F rank of the Markov head, R slots of a block.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
+from longtrain.data.packing.packed_sequences import to_device
+from longtrain.kernels.draft_loss import DraftPairs, TeacherLogits, draft_passes, teacher_of
 from longtrain.losses.blocks import kernel_rows_of, operands, plain, scaled
 
 
@@ -56,50 +60,66 @@ class Learned(NamedTuple):
     """What the slots learn.
 
     Args:
-        hidden_NE: the target's input of its head for the same token.
-        head_VE: its head, which the draft shares.
+        hidden_WE: the target's input of its head for each token that slots predict.
+        head_VE: its head.
         labels_N: the token of the data.
         weights_N: weight of each slot.
+        token_N: which of the W tokens each slot predicts, on the host, so that slots which predict the same
+            token share its distribution; None: W = N, in order.
+        draft_ids_K: the target's token id of each token of the draft's vocabulary; None: all tokens.
     """
 
-    hidden_NE: Tensor
+    hidden_WE: Tensor
     head_VE: Tensor
     labels_N: Tensor
     weights_N: Tensor
+    token_N: Tensor | None = None
+    draft_ids_K: Tensor | None = None
+
+    def teacher(self, part: slice) -> TeacherLogits:
+        """Return the target's distributions for some slots."""
+        if self.token_N is None:
+            return teacher_of(self.hidden_WE[part] @ self.head_VE.t(), self.draft_ids_K)
+        token_R = self.token_N[part]
+        low, high = int(token_R.min()), int(token_R.max()) + 1
+        found = teacher_of(self.hidden_WE[low:high] @ self.head_VE.t(), self.draft_ids_K)
+        at_R = to_device(token_R - low, self.hidden_WE.device)
+        return TeacherLogits(*(each[at_R] for each in found))
 
 
 def slot_loss(
     hidden_NE: Tensor,
     before_NF: Tensor | None,
-    markov_VF: Tensor | None,
+    markov_KF: Tensor | None,
     learned: Learned,
     weighing: Weighing,
     *,
+    head_KE: Tensor | None = None,
     block_rows: int = 0,
 ) -> SlotLoss:
     """Weighted sum of the slots' losses; the logits of one block of slots exist at a time.
 
-    Gradients for the draft's states, the Markov embeddings and the Markov matrix are computed in the forward;
-    the matrix' is summed in fp32 (fp64 in fp64).
+    Gradients for the draft's states, the Markov embeddings, the Markov matrix and the draft's own head are
+    computed in the forward; the last two are summed in fp32 (fp64 in fp64).
 
     Args:
         hidden_NE: the draft's input of the head.
         before_NF: Markov embedding of the token before each slot's; None: no correction.
-        markov_VF: the matrix W2; None: no correction.
+        markov_KF: the matrix W2; None: no correction.
         learned: what to learn; no gradient flows into it.
-        weighing: the objective and its factors.
+        weighing: the objective and its factors; ce_l1 needs the whole vocabulary.
+        head_KE: the draft's own head; None: the target's.
         block_rows: slots whose logits exist at once; 0: as many as fit the budget.
 
     Source: DSpark eq. 9-11; the authors' code, whose L1 distance has no half.
     """
     hidden_NE, head_VE = operands(hidden_NE, learned.head_VE.detach())
-    teacher_NE = learned.hidden_NE.detach().to(hidden_NE.dtype)
-    if before_NF is not None and markov_VF is not None:
+    learned = learned._replace(hidden_WE=learned.hidden_WE.detach().to(hidden_NE.dtype), head_VE=head_VE)
+    if before_NF is not None and markov_KF is not None:
         before_NF = before_NF.to(hidden_NE.dtype)
-    rows = block_rows or kernel_rows_of(head_VE, 2 * len(head_VE), len(hidden_NE))
-    settings = (weighing, rows)
-    labels = (learned.labels_N, learned.weights_N)
-    return SlotLoss(*_SlotLoss.apply(hidden_NE, before_NF, markov_VF, teacher_NE, head_VE, *labels, settings))
+    drafted = len(head_VE) if head_KE is None else len(head_KE)
+    rows = block_rows or kernel_rows_of(head_VE, len(head_VE) + 2 * drafted, len(hidden_NE))
+    return SlotLoss(*_SlotLoss.apply(hidden_NE, before_NF, markov_KF, head_KE, learned, (weighing, rows)))
 
 
 class _SlotLoss(torch.autograd.Function):
@@ -110,15 +130,14 @@ class _SlotLoss(torch.autograd.Function):
         ctx: Any,
         hidden_NE: Tensor,
         before_NF: Tensor | None,
-        markov_VF: Tensor | None,
-        teacher_NE: Tensor,
-        head_VE: Tensor,
-        labels_N: Tensor,
-        weights_N: Tensor,
+        markov_KF: Tensor | None,
+        own_KE: Tensor | None,
+        learned: Learned,
         settings: tuple[Weighing, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `slot_loss`."""
-        weighing, rows = settings
+        (weighing, rows), (labels_N, weights_N) = settings, (learned.labels_N, learned.weights_N)
+        head_KE = learned.head_VE if own_KE is None else own_KE.to(hidden_NE.dtype)
         wide = torch.promote_types(hidden_NE.dtype, torch.float32)
         authors = weighing.objective == "ce_l1"
         # of the kernel's loss; the L1 distance is twice the refused share
@@ -127,22 +146,22 @@ class _SlotLoss(torch.autograd.Function):
         hit_1N = torch.empty_like(label_1N, dtype=torch.bool)
         value_1N, accept_1N = torch.empty_like(weight_1N), torch.empty_like(weight_1N)
         pairs = (torch.zeros_like(label_1N), weight_1N, value_1N, hit_1N, label_1N, accept_1N)
-        w2_VF = None if markov_VF is None else markov_VF.to(hidden_NE.dtype)
-        need = any(ctx.needs_input_grad[:3])
+        w2_KF = None if markov_KF is None else markov_KF.to(hidden_NE.dtype)
+        need = any(ctx.needs_input_grad[:4])
         grad_NE = torch.empty_like(hidden_NE) if need else None
         grad_NF = torch.empty_like(before_NF) if need and before_NF is not None else None
-        grad_VF = torch.zeros_like(markov_VF, dtype=wide) if need and markov_VF is not None else None
+        grad_KF = torch.zeros_like(markov_KF, dtype=wide) if need and markov_KF is not None else None
+        grad_KE = torch.zeros_like(own_KE, dtype=wide) if need and own_KE is not None else None
         with plain(hidden_NE):
             for a in range(0, len(labels_N), rows):
                 part = slice(a, a + rows)
-                teacher = teacher_of(teacher_NE[part] @ head_VE.t(), None)
-                z_RV = hidden_NE[part] @ head_VE.t()
-                if before_NF is not None and w2_VF is not None:
-                    z_RV.addmm_(before_NF[part], w2_VF.t())
+                z_RK = hidden_NE[part] @ head_KE.t()
+                if before_NF is not None and w2_KF is not None:
+                    z_RK.addmm_(before_NF[part], w2_KF.t())
                 draft_passes(
-                    z_RV[None],
-                    teacher,
-                    None,
+                    z_RK[None],
+                    learned.teacher(part),
+                    learned.draft_ids_K,
                     DraftPairs(*(one_1N[:, part] for one_1N in pairs)),
                     objective="ce_tv" if authors else weighing.objective,
                     gradient=need,
@@ -151,13 +170,15 @@ class _SlotLoss(torch.autograd.Function):
                 )
                 # the logits are their gradient now
                 if grad_NE is not None:
-                    grad_NE[part] = z_RV @ head_VE
-                if grad_NF is not None and grad_VF is not None and before_NF is not None:
-                    assert w2_VF is not None
-                    grad_NF[part] = z_RV @ w2_VF
-                    grad_VF += z_RV.t() @ before_NF[part]
-        ctx.save_for_backward(grad_NE, grad_NF, grad_VF)
-        ctx.markov_dtype = None if markov_VF is None else markov_VF.dtype
+                    grad_NE[part] = z_RK @ head_KE
+                if grad_NF is not None and grad_KF is not None and before_NF is not None:
+                    assert w2_KF is not None
+                    grad_NF[part] = z_RK @ w2_KF
+                    grad_KF += z_RK.t() @ before_NF[part]
+                if grad_KE is not None:
+                    grad_KE += z_RK.t() @ hidden_NE[part]
+        ctx.save_for_backward(grad_NE, grad_NF, grad_KF, grad_KE)
+        ctx.dtypes = [None if one is None else one.dtype for one in (markov_KF, own_KE)]
         accept_N, hit_N = accept_1N[0], hit_1N[0]
         ctx.mark_non_differentiable(accept_N, hit_N)
         return value_1N.sum(), accept_N, hit_N
@@ -165,6 +186,7 @@ class _SlotLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times the incoming one."""
-        hidden, before, markov = (scaled(grad, grads[0]) for grad in ctx.saved_tensors)
-        markov = None if markov is None else markov.to(ctx.markov_dtype)
-        return hidden, before, markov, None, None, None, None, None
+        hidden, before, *summed = (scaled(grad, grads[0]) for grad in ctx.saved_tensors)
+        pairs = zip(summed, ctx.dtypes, strict=True)
+        markov, head = (one if one is None else one.to(dtype) for one, dtype in pairs)
+        return hidden, before, markov, head, None, None

@@ -1,7 +1,7 @@
 """The DSpark draft: decoder layers over a block of tokens that also read the target's hidden states.
 
-Shapes: A blocks, R rows of a block, E hidden dim, H query heads, G KV heads, D head dim, V vocabulary, F rank
-of the Markov head. `...` stands for any leading dims.
+Shapes: A blocks, R rows of a block, E hidden dim, H query heads, G KV heads, D head dim, V vocabulary, K
+tokens that the draft can propose, F rank of the Markov head. `...` stands for any leading dims.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
-from longtrain.methods.dspark.config import layers_of
+from longtrain.methods.dspark.config import draft_vocab, layers_of
 
 if TYPE_CHECKING:
     from longtrain.methods.dspark.config import Config
@@ -49,13 +49,13 @@ class BlockLayer(nn.Module):
 class MarkovHead(nn.Module):
     """Corrects a slot's logits by the token before it: `markov_w2 markov_w1[token]`."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, rank: int, drafted: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what is added to the logits [..., V] after tokens [...]."""
+        """Return what is added to the logits [..., K] after tokens [...]."""
         return self.markov_w2(self.markov_w1(ids))
 
 
@@ -81,7 +81,8 @@ class DSparkDraft(nn.Module):
 
     `z = z + SA(norm(z), [c ; norm(z)]);  z = z + MLP(norm(z))`
 
-    Slot k predicts token p + k + 1 by `head(norm(z)) + W2 W1[x_{p+k}]`.
+    Slot k predicts token p + k + 1 by `head(norm(z)) + W2 W1[x_{p+k}]`; the head is the target's, or one of
+    the draft's own over a part of the vocabulary (`draft_vocab_size`).
 
     Args:
         config: hyperparameters.
@@ -95,6 +96,7 @@ class DSparkDraft(nn.Module):
 
     mask_id: Tensor
     factor_N: Tensor | None
+    draft_ids_K: Tensor | None
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         super().__init__()
@@ -118,8 +120,14 @@ class DSparkDraft(nn.Module):
         self.hidden_norm = RMSNorm(E, eps)
         self.layers = nn.ModuleList(BlockLayer(config, info) for _ in range(config.n_layers))
         self.norm = RMSNorm(E, eps)
-        rank = config.markov_rank
-        self.markov_head = MarkovHead(info.vocab_size, rank) if config.heads != "none" else None
+        rank, whole = config.markov_rank, info.vocab_size
+        drafted = draft_vocab(config, whole)
+        self.markov_head = MarkovHead(whole, rank, drafted) if config.heads != "none" else None
+        own = bool(config.draft_vocab_size)
+        self.lm_head = nn.Linear(E, drafted, bias=False) if own else None
+        """The LM head of the draft's vocabulary; None: the target's."""
+        self.register_buffer("draft_ids_K", torch.arange(drafted) if own else None)
+        """The target's id of each token of the draft's vocabulary, ascending, int64; None: all tokens."""
         confident = config.heads == "markov_confidence"
         self.confidence_head = ConfidenceHead(E + rank) if confident else None
         self.register_buffer("mask_id", torch.tensor([UNCHOSEN]))

@@ -202,20 +202,31 @@ class DSparkObjective(Objective):
         share_N = row.blocks.share_A[part][of_A]
         weight_K = torch.exp(-torch.arange(slots, dtype=torch.float64) / self.config.block_decay)
         weight_N = share_N * (weight_K / weight_K.sum())[slot_N]
-        at_N, weight_N, flat_N = (
+        # slots of several blocks predict the same token, whose distribution is computed once
+        token_W, number_N = (place_A[of_A] + slot_N).unique(return_inverse=True)
+        token_W, at_N, weight_N, flat_N = (
             packed_sequences.to_device(x, device)
-            for x in (place_A[of_A] + slot_N, weight_N, of_A * slots + slot_N)
+            for x in (token_W, place_A[of_A] + slot_N, weight_N, of_A * slots + slot_N)
         )
         if row.batch.weights_T is not None:
             weight_N = weight_N * row.batch.weights_T[at_N + 1]
         hidden_NE = hidden_AKE.flatten(0, 1)[flat_N]
         markov, confidence = module.markov_head, module.confidence_head
         before_NF = None if markov is None else markov.markov_w1(ids_T[at_N])
-        learned = Learned(row.hidden[-1][at_N], self.target.head_weight, ids_T[at_N + 1], weight_N)
-        matrix_VF = None if markov is None else markov.markov_w2.weight
+        head = module.lm_head
+        learned = Learned(
+            row.hidden[-1][token_W],
+            self.target.head_weight,
+            ids_T[at_N + 1],
+            weight_N,
+            token_N=number_N,
+            draft_ids_K=module.draft_ids_K,
+        )
+        matrix_KF = None if markov is None else markov.markov_w2.weight
         c = self.config
         weighing = Weighing(c.objective, c.ce_weight, c.l1_weight, c.kl_decay)
-        found = slot_loss(hidden_NE, before_NF, matrix_VF, learned, weighing)
+        own_KE = None if head is None else head.weight
+        found = slot_loss(hidden_NE, before_NF, matrix_KF, learned, weighing, head_KE=own_KE)
         total, confident_N = found.total, None
         if confidence is not None and before_NF is not None:
             logit_N = confidence(hidden_NE, before_NF).to(found.accept_N.dtype)

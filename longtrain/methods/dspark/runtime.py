@@ -5,7 +5,7 @@ positions 0..n-1, or of the last of them, computed from the target's own states.
 masks adds nothing to them: the block's keys are overwritten by the next one's.
 
 Shapes: B batch, S prompt tokens, R rows of a block, K slots, M nodes of one level, P path, E hidden dim, H
-query heads, G KV heads, D head dim, V vocabulary.
+query heads, G KV heads, D head dim, X tokens that the draft can propose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from longtrain.cache.history import DraftHistory
 from longtrain.cache.ring import DraftRing
-from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
+from longtrain.decoding.expansion import DraftVocabulary, Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.tree import visible
@@ -67,7 +67,8 @@ class DSparkRuntime:
         self.fused = FusedDSpark(draft)
         self.cuts = config.min_confidence > 0
         self._rope = ModuleRope(config, target)
-        self._expansion = TreeExpansion()
+        ids_X, size = draft.draft_ids_K, target.info.vocab_size
+        self._expansion = TreeExpansion(None if ids_X is None else DraftVocabulary(ids_X, size))
         self.stores: Stores = []
         self.cache: KVCache | None = None
         self._sees_1RR = torch.ones(1, config.rows, config.rows, dtype=torch.bool, device=target.device)
@@ -110,13 +111,13 @@ class DSparkRuntime:
         cache = self._started()
         self.check_shape(shape)
         hidden_BKE = self._block(root_B, cache.len_B)
-        base_BKV = self.target.head(hidden_BKE[:, : shape.depth].contiguous())
+        base_BJX = self._head(hidden_BKE[:, : shape.depth].contiguous())
 
         def logits_of(level: Level) -> Tensor:
-            base_B1V, head = base_BKV[:, level.depth, None], self.draft.markov_head
+            base_B1X, head = base_BJX[:, level.depth, None], self.draft.markov_head
             if head is not None:
-                return base_B1V + head(level.tokens_BM)
-            return base_B1V.expand(-1, level.tokens_BM.shape[1], -1).contiguous()
+                return base_B1X + head(level.tokens_BM)
+            return base_B1X.expand(-1, level.tokens_BM.shape[1], -1).contiguous()
 
         tree = self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
         return self._cut(tree, hidden_BKE) if self.cuts else tree
@@ -139,7 +140,8 @@ class DSparkRuntime:
             ConfigError: another distribution, deeper than the block or a window, or a level wider than all
                 continuations.
         """
-        check_tree(shape, self.target.info.vocab_size, "DSpark")
+        ids_X = self.draft.draft_ids_K
+        check_tree(shape, self.target.info.vocab_size if ids_X is None else len(ids_X), "DSpark")
         windows = [window for window in self.config.layer_windows if window is not None]
         stored = min((window - 1 for window in windows), default=shape.depth)  # of accepted tokens at once
         if len(shape.widths) > self.config.block_size or shape.depth > stored:
@@ -179,6 +181,13 @@ class DSparkRuntime:
         product_BN = (visible(tree.parents_BN).to(wide) @ log_BN[..., None])[..., 0].exp()
         above_BN = product_BN.gather(1, tree.parents_BN.clamp(min=0))
         return tree.cut(above_BN >= self.config.min_confidence)
+
+    def _head(self, hidden_BJE: Tensor) -> Tensor:
+        """Return the logits of some slots, [B, J, X], by the draft's own LM head or the target's."""
+        own = self.fused.head
+        if own is None:
+            return self.target.head(hidden_BJE)
+        return own(hidden_BJE.flatten(0, 1)).unflatten(0, hidden_BJE.shape[:2])
 
     def _started(self) -> KVCache:
         if not self.stores or self.cache is None:

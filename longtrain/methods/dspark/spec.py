@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from longtrain.costs.method import MethodCost
 from longtrain.data.config import DataConfig
+from longtrain.data.packing.prepared import Prepared
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.log import get_logger
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.cost import cycle, training
@@ -21,8 +24,11 @@ from longtrain.methods.dspark.modules import UNCHOSEN, DSparkDraft
 from longtrain.methods.dspark.objective import DSparkObjective
 from longtrain.methods.dspark.runtime import DSparkRuntime
 from longtrain.methods.spec import MethodSpec
+from longtrain.methods.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
+
+log = get_logger(__name__)
 
 KEYS = ("min_confidence",)
 
@@ -30,10 +36,16 @@ KEYS = ("min_confidence",)
 def _objective(module: nn.Module, target: Target | None, config: Config) -> DSparkObjective:
     """Build the objective; a new draft chooses its mask token and measures the target's channels."""
     draft, target = trained(DSparkDraft, module, target)
-    new = int(draft.mask_id) == UNCHOSEN
+    new, ids_K = int(draft.mask_id) == UNCHOSEN, draft.draft_ids_K
     choose_mask_token(draft, target, config)
     if new and draft.factor_N is not None:
         draft.factor_N.copy_(level_factors(target, draft.read))
+    if draft.lm_head is not None and ids_K is not None:
+        if new:
+            with torch.no_grad():
+                draft.lm_head.weight.copy_(target.head_weight[ids_K.to(target.device)])
+        else:
+            check_vocabulary(ids_K, target.info)
     return DSparkObjective(draft, target, config)
 
 
@@ -54,8 +66,21 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         (info.hidden_size, info.hidden_size, config.head_dim or info.head_dim, info.vocab_size),
         info,
     )
+    if (ids_K := draft.draft_ids_K) is not None:
+        if (last := int(ids_K.max())) >= info.vocab_size:
+            raise TargetMismatchError(
+                f"a DSpark draft whose vocabulary reaches token {last}; target {info.name} has "
+                f"{info.vocab_size} tokens"
+            )
+        if missing := lacking(ids_K, info):
+            log.warning("%s; it is never drafted", missing)
     choose_mask_token(draft, target, config)
     return Parts(draft=DSparkRuntime(draft, target, config), name="dspark")
+
+
+def _from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
+    """Choose a new draft's vocabulary, if it has one of its own (`methods.vocabulary`)."""
+    return from_data(module, config, info, data) if config.draft_vocab_size else {}
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
@@ -115,5 +140,6 @@ SPEC = MethodSpec(
     inference_keys=KEYS,
     check_data=_check_data,
     check_target=_check_target,
+    from_data=_from_data,
     cost=MethodCost(training=training, cycle=cycle, suite="training"),
 )

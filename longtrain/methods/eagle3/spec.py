@@ -20,9 +20,9 @@ from longtrain.methods.eagle3.formats.write import check_heads
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
-from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
+from longtrain.methods.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.targets.model import Target
 
 log = get_logger(__name__)

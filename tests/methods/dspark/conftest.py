@@ -27,6 +27,11 @@ def make_draft():
     def make(target, config: Config, dtype=torch.float64) -> DSparkDraft:
         draft = noisy(DSparkDraft(config, target.info).to(dtype))
         choose_mask_token(draft, target, config)
+        if draft.draft_ids_K is not None:
+            gen, size = torch.Generator().manual_seed(5), len(draft.draft_ids_K)
+            draft.draft_ids_K.copy_(
+                torch.randperm(target.info.vocab_size, generator=gen)[:size].sort().values
+            )
         return draft
 
     return make

@@ -53,7 +53,12 @@ def block_hidden(draft, target, config, states, pos_T, anchor, token, kv=None):
 
 
 def slot_logits(draft, target, hidden_KE, before_K):
-    """Logits of slots after the tokens `before_K`."""
-    logits = hidden_KE @ target.head_weight.T
-    head = draft.markov_head
-    return logits if head is None else logits + head.markov_w1.weight[before_K] @ head.markov_w2.weight.T
+    """Logits of slots after the tokens `before_K`, over the target's vocabulary: -inf for others' tokens."""
+    ids, head = draft.draft_ids_K, draft.markov_head
+    logits = hidden_KE @ (target.head_weight if ids is None else draft.lm_head.weight).T
+    if head is not None:
+        logits = logits + head.markov_w1.weight[before_K] @ head.markov_w2.weight.T
+    if ids is None:
+        return logits
+    whole = logits.new_full((len(logits), target.info.vocab_size), float("-inf"))
+    return whole.index_copy(1, ids, logits)

@@ -41,11 +41,51 @@ def test_the_published_drafts_weights():
     with torch.device("meta"):
         module = SPEC.build(Config(), info)
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 2}
-    layer, fc, markov = draft_weights(Config(), QWEN)
-    assert fc == sizes["fc.weight"] == 5 * 4096**2 and round(2 * markov / 1e6, 1) == 77.8
+    layer, fc, embedding, markov, head = draft_weights(Config(), QWEN)
+    assert fc == sizes["fc.weight"] == 5 * 4096**2 and round((embedding + markov) / 1e6, 1) == 77.8
+    assert not head
     assert layer == sum(n for name, n in sizes.items() if name.startswith("layers.3."))
     assert round(layer / 1e6) == 42 + 151
     assert round(sum(p.numel() for p in module.parameters()) / 1e9, 2) == 1.13
+
+
+PART = Config(draft_vocab_size=32000, objective="lk_hybrid")
+
+
+def test_a_vocabulary_of_the_drafts_own_has_its_weights(llama, make_draft):
+    config = Config(layers=[0, 2], n_layers=2, markov_rank=4, draft_vocab_size=40, objective="lk_hybrid")
+    sizes = {name: p.numel() for name, p in make_draft(llama, config).named_parameters()}
+    found = draft_weights(config, Sizes.of(llama.info))
+    assert found.head == sizes["lm_head.weight"] == 40 * llama.info.hidden_size
+    assert found.embedding == sizes["markov_head.markov_w1.weight"] == 97 * 4
+    assert found.markov == sizes["markov_head.markov_w2.weight"] == 40 * 4
+    more = replace(config, draft_vocab_size=1000)
+    assert draft_weights(more, Sizes.of(llama.info)).head == 97 * llama.info.hidden_size
+
+
+def test_a_step_with_a_vocabulary_of_the_drafts_own():
+    """The target's logits are over its whole vocabulary, the draft's over its own, whose head is trained."""
+    row, (V, K, E, F) = PackedSequence(16384, 16384), (QWEN.vocab_size, 32000, 4096, 256)
+    whole, part = (training(one, QWEN, row, 0, 2) for one in (Config(objective="lk_hybrid"), PART))
+    slots = 16384 * 7 // 8
+    assert whole.flops - part.flops == ((4 * (V - K) - 2 * K) * E + 6 * F * (V - K)) * slots
+    assert part.moved < whole.moved
+
+
+def test_the_targets_logits_are_computed_once_a_token():
+    """Twice as many blocks, with twice as many rows and slots, predict the same tokens."""
+    row, (K, E, F) = PackedSequence(16384, 16384), (32000, 4096, 256)
+    often, seldom = (training(replace(PART, anchor_every=n), QWEN, row, 0, 2) for n in (1, 2))
+    more = (often.flops - often.attention_flops) - (seldom.flops - seldom.attention_flops)
+    layers = 5 * draft_weights(PART, QWEN).layer
+    assert more == 6 * (layers + K * E + F * K) * 16384 * 7 // 2
+
+
+def test_a_cycle_with_a_vocabulary_of_the_drafts_own():
+    whole, part = (cycle(config, QWEN, (1,) * 7, 2) for config in (Config(), PART))
+    V, K, E, F = QWEN.vocab_size, 32000, 4096, 256
+    assert whole.draft[0].more_weights - part.draft[0].more_weights == (V - K) * (E + 7 * F)
+    assert part.weight_bytes - whole.weight_bytes == 2 * (K * E - (V - K) * F)
 
 
 def test_inputs_are_the_states_that_are_read(llama, make_draft, make_batch):
@@ -88,7 +128,7 @@ def test_a_chunked_step_grows_by_keys_and_values_alone():
 def test_a_cycle_reads_its_layers_once_for_a_block():
     one, whole = (cycle(Config(), QWEN, (1,) * length, 2) for length in (1, 7))
     assert len(one.draft) == len(whole.draft) == 1 and one.draft[0].rows == 7
-    _, _, markov = draft_weights(Config(), QWEN)
+    markov = draft_weights(Config(), QWEN).markov
     assert whole.draft[0].more_weights - one.draft[0].more_weights == 6 * markov
     assert one.draft[0].seen is None
     assert cycle(Config(windows=[64] * 4 + [99]), QWEN, (1,), 2).draft[0].seen == 99

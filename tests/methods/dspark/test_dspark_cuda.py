@@ -28,6 +28,7 @@ CONFIGS = {
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False),
     "a window": replace(SMALL, windows=[9, None]),
     "the target's keys": replace(SMALL, windows=[9, None], target_kv=True),
+    "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid"),
 }
 
 

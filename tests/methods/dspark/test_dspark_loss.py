@@ -29,7 +29,7 @@ def eager(hidden, before, markov, learned, ce, l1):
     z = hidden @ learned.head_VE.t()
     if markov is not None:
         z = z + before @ markov.t()
-    q, p = z.softmax(-1), (learned.hidden_NE @ learned.head_VE.t()).softmax(-1)
+    q, p = z.softmax(-1), (learned.hidden_WE @ learned.head_VE.t()).softmax(-1)
     away = (q - p).abs().sum(-1)
     each = ce * -q.log().gather(-1, learned.labels_N[:, None])[:, 0] + l1 * away
     return (each * learned.weights_N).sum(), 1 - away.detach() / 2, q.argmax(-1) == p.argmax(-1)
@@ -59,7 +59,7 @@ def test_the_hybrid_goes_from_kl_to_the_refused_share(markov):
     given = (hidden, before, matrix) if markov else (hidden, None, None)
     found = slot_loss(*given, learned, Weighing("lk_hybrid", kl_decay=2.0), block_rows=4)
     z = hidden @ learned.head_VE.t() + (before @ matrix.t() if markov else 0)
-    q, p = z.softmax(-1), (learned.hidden_NE @ learned.head_VE.t()).softmax(-1)
+    q, p = z.softmax(-1), (learned.hidden_WE @ learned.head_VE.t()).softmax(-1)
     accept = torch.minimum(p, q).sum(-1)
     share = torch.exp(-2.0 * accept.detach())
     each = share * (p * (p.log() - q.log())).sum(-1) + (1 - share) * (1 - accept)
@@ -68,6 +68,34 @@ def test_the_hybrid_goes_from_kl_to_the_refused_share(markov):
     torch.testing.assert_close(found.accept_N, accept.detach(), rtol=1e-12, atol=0)
     got = torch.autograd.grad(found.total, leaves)
     for mine, theirs in zip(got, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("block_rows", [0, 4])
+def test_a_vocabulary_of_its_own_has_a_head_that_learns_and_slots_share_the_teachers_tokens(block_rows):
+    """Slots in blocks predict tokens that overlap; the teacher has more tokens than the draft."""
+    hidden, before, _, whole = operands()
+    gen = torch.Generator().manual_seed(1)
+    ids = torch.randperm(V, generator=gen)[:13].sort().values
+    own, matrix = (torch.randn(13, n, generator=gen, dtype=torch.float64) for n in (E, F))
+    token = torch.tensor([0, 1, 2, 1, 2, 3, 3, 4, 5, 5, 6])
+    teacher = whole.hidden_WE[:7]
+    learned = Learned(teacher, whole.head_VE, whole.labels_N, whole.weights_N, token, ids)
+    leaves = [x.requires_grad_() for x in (hidden, before, matrix, own)]
+    found = slot_loss(
+        hidden, before, matrix, learned, Weighing("lk_hybrid"), head_KE=own, block_rows=block_rows
+    )
+    q = (hidden @ own.t() + before @ matrix.t()).softmax(-1)
+    p = (teacher[token] @ whole.head_VE.t()).softmax(-1)
+    known, accept = p[:, ids] / p[:, ids].sum(-1, keepdim=True), torch.minimum(p[:, ids], q).sum(-1)
+    share = torch.exp(-3.0 * accept.detach())
+    each = share * (known * (known / q).log()).sum(-1) + (1 - share) * (1 - accept)
+    total = (each * learned.weights_N).sum()
+    torch.testing.assert_close(found.total, total, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.accept_N, accept.detach(), rtol=1e-12, atol=0)
+    assert torch.equal(found.hit_N, ids[q.argmax(-1)] == p.argmax(-1))
+    got = torch.autograd.grad(0.3 * found.total, leaves)
+    for mine, theirs in zip(got, torch.autograd.grad(0.3 * total, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
 
 
@@ -85,7 +113,7 @@ def test_half_precision_keeps_the_matrix_gradient_in_fp32():
     exact = slot_loss(hidden, before, matrix.requires_grad_(), learned, Weighing()).total
     (expected,) = torch.autograd.grad(exact, matrix)
     single = matrix.detach().float().requires_grad_()
-    half = Learned(learned.hidden_NE.bfloat16(), learned.head_VE.bfloat16(), *learned[2:])
+    half = Learned(learned.hidden_WE.bfloat16(), learned.head_VE.bfloat16(), *learned[2:])
     with torch.autocast("cpu", torch.bfloat16):
         loss = slot_loss(hidden.bfloat16(), before.float(), single, half, Weighing())
     (got,) = torch.autograd.grad(loss.total, single)

@@ -48,6 +48,7 @@ VARIANTS = {
         SMALL, n_layers=3, windows=[None, 9, None], target_kv=True, anchor_offset=True, offset_max_tokens=200
     ),
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False, n_layers=3, windows=[5, 9, None]),
+    "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid", anchor_every=2),
 }
 
 
@@ -56,6 +57,13 @@ def some(n):
     mask = torch.arange(n) % 9 < 6
     mask[5:17] = False
     return mask
+
+
+def hybrid(q_K, p_K):
+    """The loss of a slot over a vocabulary of the draft's own (`losses.draft`)."""
+    known_K, accept = p_K / p_K.sum(), torch.minimum(q_K, p_K).sum()
+    share = torch.exp(-3.0 * accept.detach())
+    return share * (known_K * (known_K / q_K).log()).sum() + (1 - share) * (1 - accept)
 
 
 def plain(draft, target, config, batch):
@@ -89,12 +97,16 @@ def plain(draft, target, config, batch):
                 q = slot_logits(draft, target, hidden[k : k + 1], ids[p + k : p + k + 1])[0].softmax(-1)
                 p_V = (last[p + k] @ target.head_weight.T).softmax(-1)
                 away = (q - p_V).abs().sum()
-                total = total + w * (-0.1 * q[ids[p + k + 1]].log() + 0.9 * away)
+                if draft.draft_ids_K is None:
+                    total = total + w * (-0.1 * q[ids[p + k + 1]].log() + 0.9 * away)
+                    accept = (1 - away / 2).detach()
+                else:
+                    total = total + w * hybrid(q[draft.draft_ids_K], p_V[draft.draft_ids_K])
+                    accept = torch.minimum(q, p_V).sum().detach()
                 hits[a + p, k] = bool(q.argmax() == p_V.argmax())
                 if draft.confidence_head is not None:
                     before = draft.markov_head.markov_w1(ids[p + k])
                     c = draft.confidence_head(hidden[k], before).sigmoid()
-                    accept = (1 - away / 2).detach()
                     total = total - w * (accept * c.log() + (1 - accept) * (1 - c).log())
     return total, hits
 
@@ -148,9 +160,9 @@ def test_weights_of_labels_scale_their_slots(llama, make_draft, make_batch):
 def test_the_slots_learn_by_the_chosen_loss(llama, make_draft, make_batch, monkeypatch, keys, expected):
     config, seen, real = replace(SMALL, **keys), [], module.slot_loss
 
-    def spy(*args):
+    def spy(*args, **keys):
         seen.append(args[-1])
-        return real(*args)
+        return real(*args, **keys)
 
     monkeypatch.setattr(module, "slot_loss", spy)
     DSparkObjective(make_draft(llama, config), llama, config)(make_batch(llama, [24]))

@@ -36,6 +36,7 @@ CONFIGS = {
     "fill-in with markov": replace(SMALL, heads="markov", sample_from_anchor=False, layers=[1]),
     "windows": replace(SMALL, windows=[7, None], n_layers=2),
     "the target's keys": replace(SMALL, windows=[7, None], target_kv=True),
+    "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid"),
     "its own shape, windows": replace(
         SMALL,
         n_layers=3,
@@ -140,6 +141,7 @@ def test_a_long_prompt_is_read_in_chunks(name, llama, make_draft, monkeypatch):
     ("name", "family"),
     [
         *((name, "llama_micro") for name in ("dspark", "dflash", "windows", "the target's keys")),
+        ("a vocabulary of its own", "llama_micro"),
         ("dspark", "qwen3_micro"),
         ("the target's keys", "qwen3_micro"),
     ],
@@ -164,12 +166,19 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
     assert engine.generate(prompts, shape=TreeShape((3, 4)), **how).tokens == drawn
 
 
-@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2)])
-def test_sampled_text_follows_the_targets_distribution(widths, make_draft):
+@pytest.mark.parametrize(
+    ("widths", "config"),
+    [
+        ((1, 1, 1), SMALL),
+        ((2, 2), SMALL),
+        ((1, 1, 1), replace(SMALL, draft_vocab_size=5, objective="lk_hybrid")),
+    ],
+)
+def test_sampled_text_follows_the_targets_distribution(widths, config, make_draft):
     """Texts of four tokens over a vocabulary of seven, against the target's distribution by enumeration."""
     shape = {**SHAPES["llama_micro"], "num_hidden_layers": 4, "vocab_size": 7}
     target = random_target(shape, seed=3, dtype=torch.float64)
-    parts = SPEC.attach(make_draft(target, SMALL), target, SMALL, {})
+    parts = SPEC.attach(make_draft(target, config), target, config, {})
     engine = Engine(target, parts, limits=Limits(batch=500))
     tree, sampling = TreeShape(widths, ChildChoice.IID), Sampling(temperature=1.3, seed=1)
     chi2, _ = chi_square(engine, [token % 7 for token in texts_of(20)[0]], tree, sampling, tokens=4, runs=500)
@@ -211,6 +220,7 @@ def test_the_markov_table_of_a_bigram_target_is_accepted_whole_and_one_off_by_a_
         ("dflash", TreeShape((3, 4, 2)), Sampling()),
         ("the target's keys", TreeShape((1,) * 5), Sampling()),
         ("its own shape, windows", TreeShape((2, 4), ChildChoice.IID), Sampling(temperature=0.9, seed=3)),
+        ("a vocabulary of its own", TreeShape((3, 4, 2)), Sampling()),
     ],
 )
 def test_a_cycle_can_be_replayed(name, shape, sampling, llama, make_draft, tapes):  # noqa: F811

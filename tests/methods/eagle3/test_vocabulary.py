@@ -14,7 +14,7 @@ from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.spec import SPEC
-from longtrain.methods.eagle3.vocabulary import check_vocabulary, most_frequent
+from longtrain.methods.vocabulary import check_vocabulary, most_frequent
 
 
 @pytest.fixture

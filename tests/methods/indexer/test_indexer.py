@@ -14,7 +14,7 @@ from longtrain.methods.indexer.config import Config
 from longtrain.methods.indexer.modules import Indexer
 from longtrain.methods.indexer.objective import IndexerObjective
 from longtrain.methods.indexer.spec import SPEC
-from longtrain.methods.query_positions import draw, far
+from longtrain.methods.set_objective import draw, far
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import OutputRequest, TokenBatch
 from tests.decoding.micro import prompts_of

@@ -126,7 +126,7 @@ def test_batches_sampled_and_greedy_are_those_of_plain_decoding_on_this_cache(ta
     engine = Engine(target, attached("quantspec", target, **keys))
     for temperature, texts in ((0.0, token_ids(50, 255, 380)), (1.0, token_ids(250))):
         how = {
-            "max_new_tokens": 20,
+            "max_new_tokens": 12,
             "sampling": Sampling(temperature=temperature, seed=5),
             "ignore_eos": True,
         }

@@ -7,7 +7,7 @@ import torch
 
 from longtrain.data.packing.batch import Batch
 from longtrain.methods import set_objective as objectives
-from longtrain.methods.query_positions import draw, far
+from longtrain.methods.set_objective import draw, far
 from longtrain.methods.specontext.config import Config
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective

@@ -26,6 +26,7 @@ from longtrain.methods.dspark.formats.verify import verify_folder
 from longtrain.methods.dspark.formats.write import MASK, folder_config, folder_tensors, refuse
 from longtrain.methods.dspark.level import without_factors
 from longtrain.methods.spec import Formats
+from longtrain.methods.vocabulary import IDS, check_vocabulary
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -51,8 +52,11 @@ def format_files(
 
     Raises:
         ConfigError: engines that read this format would silently ignore a setting, or read it otherwise.
+        TargetMismatchError: the draft's vocabulary does not contain an end token of the target.
     """
     refuse(form, config, target.info)
+    if IDS in tensors:
+        check_vocabulary(tensors[IDS], target.info)
     tensors, config = without_factors(tensors, config)
     known, shown = target_names(target.info)
     outer = folder_config(
@@ -68,7 +72,7 @@ def format_files(
         config,
         tensors,
         outer=outer,
-        inner=folder_tensors(tensors),
+        inner=folder_tensors(tensors, target.info.vocab_size),
         golden=vars(Blocks.record(tensors, config, target)),
         facts=facts,
         card=serving_page(form, name, config, shown),

@@ -2,18 +2,18 @@
 
 The target's states are random: only the draft runs, in fp32 on a CPU. Tokens before a block are on both sides
 of each window's edge and far apart, so that an edge off by one, a missing window or another rotary base
-changes the block. Embeddings and LM head are the target's and not in the folder: the rows of the embeddings
-that were used are recorded, and compared where a target is given.
+changes the block. Embeddings, and the LM head unless the draft has one of its own, are the target's and not
+in the folder: the rows of the embeddings that were used are recorded, and compared where a target is given.
 
-Shapes: T tokens before blocks, A blocks, R rows of a block, K slots, E hidden dim, V vocabulary, N the
-target's states of all read layers.
+Shapes: T tokens before blocks, A blocks, R rows of a block, K slots, E hidden dim, V tokens that the draft
+can propose, N the target's states of all read layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from longtrain.layers import exact_products
 from longtrain.methods.draft_checks import Recorded, distance
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.formats.blocks import block_states, draft_of
+from longtrain.methods.vocabulary import IDS
 from longtrain.targets.info import TargetInfo
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class Blocks(Recorded):
         hidden_AKE: the head's input.
         markov_AKV: what the Markov head adds to the logits; without one [A, K, 0].
         confidence_AK: the logit of the confidence; without such a head [A, 0].
-        tokens_AK: the most likely token of each slot.
+        tokens_AK: the most likely token of each slot, in the target's vocabulary.
+        logits_AKV: logits by the draft's own LM head, without the Markov head; [0] if it is the target's.
+        draft_ids_V: the vocabulary of such a head, int64; else [0].
     """
 
     pos_T: Tensor
@@ -62,6 +65,8 @@ class Blocks(Recorded):
     markov_AKV: Tensor
     confidence_AK: Tensor
     tokens_AK: Tensor
+    logits_AKV: Tensor = field(default_factory=lambda: torch.zeros(0))
+    draft_ids_V: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @classmethod
     def record(cls, tensors: Mapping[str, Tensor], config: Config, target: Target) -> Blocks:
@@ -73,8 +78,12 @@ class Blocks(Recorded):
         before_AK = torch.randint(info.vocab_size, shape, generator=gen)
         embed_AE, mask_E = _rows(target, before_AK[:, 0]), _rows(target, tensors["mask_id"])[0]
         inputs = (pos_T, states_TN, place_A, before_AK, embed_AE, mask_E)
-        outputs = _ask(tensors, config, info, *inputs)
-        return cls(*inputs, tensors["mask_id"].cpu(), *outputs, _tokens(target, outputs[0], outputs[1]))
+        made = _ask(tensors, config, info, *inputs)
+        mask, outputs = tensors["mask_id"].cpu(), (made.hidden_AKE, made.markov_AKV, made.confidence_AK)
+        if IDS not in tensors:
+            return cls(*inputs, mask, *outputs, _tokens(target, made.hidden_AKE, made.markov_AKV))
+        ids_V, best_AK = tensors[IDS].cpu(), _likeliest(made.logits_AKV, made.markov_AKV)
+        return cls(*inputs, mask, *outputs, ids_V[best_AK], made.logits_AKV, ids_V)
 
     def replay(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
         """Compute the outputs again, and return a message for each difference.
@@ -87,11 +96,15 @@ class Blocks(Recorded):
         Raises:
             RuntimeError: tensors have other shapes or dtypes than the recorded ones.
         """
-        made = _ask(tensors, config, info, *vars(self).values())
+        inputs = (self.pos_T, self.states_TN, self.place_A, self.before_AK, self.embed_AE, self.mask_E)
+        made = _ask(tensors, config, info, *inputs)
         mask, exported = int(tensors["mask_id"]), int(self.mask_id)
         wrong = [] if mask == exported else [f"the mask token is {mask} (exported: {exported})"]
-        expected = (self.hidden_AKE, self.markov_AKV, self.confidence_AK)
-        names = ("the states of a block's slots are", "the Markov head adds", "the confidence is")
+        expected = (self.hidden_AKE, self.markov_AKV, self.confidence_AK, self.logits_AKV)
+        names = (
+            *("the states of a block's slots are", "the Markov head adds", "the confidence is"),
+            "the logits of the draft's own LM head are",
+        )
         for what, got, then in zip(names, made, expected, strict=True):
             if got.shape != then.shape:
                 shapes = f"{list(got.shape)} (recorded: {list(then.shape)})"
@@ -101,6 +114,17 @@ class Blocks(Recorded):
                 and not (far := distance(got, then) if got.ndim == 3 else _apart(got, then)) <= LIMIT
             ):
                 wrong.append(f"{what} something else at a relative distance of {far:.2g} (allowed {LIMIT:g})")
+        if IDS not in tensors:
+            return wrong
+        ids_V = tensors[IDS].cpu()
+        same_V = torch.isin(ids_V, self.draft_ids_V)
+        if not bool(same_V.all()):
+            wrong.append(
+                f"{int(same_V.sum())} of {len(ids_V)} tokens of the draft's vocabulary are the recorded ones"
+            )
+        same_AK = ids_V[_likeliest(made.logits_AKV, made.markov_AKV)] == self.tokens_AK
+        if not bool(same_AK.all()):
+            wrong.append(f"{int(same_AK.sum())} of {same_AK.numel()} drafted tokens are the recorded ones")
         return wrong
 
     def compare(self, target: Target, mask: int) -> list[str]:
@@ -118,6 +142,8 @@ class Blocks(Recorded):
             wrong.append(
                 f"the embedding of mask token {mask} is not the one that the draft was exported with"
             )
+        if self.logits_AKV.numel():
+            return wrong
         same = _tokens(target, self.hidden_AKE, self.markov_AKV) == self.tokens_AK
         if float(same.double().mean()) < 0.9:
             wrong.append(
@@ -138,6 +164,15 @@ def golden_places(config: Config, info: TargetInfo) -> tuple[Tensor, Tensor]:
     return pos_T, torch.tensor(anchors)
 
 
+class _Outputs(NamedTuple):
+    """Outputs of blocks, as `Blocks` has them."""
+
+    hidden_AKE: Tensor
+    markov_AKV: Tensor
+    confidence_AK: Tensor
+    logits_AKV: Tensor
+
+
 @torch.no_grad()
 def _ask(
     tensors: Mapping[str, Tensor],
@@ -149,9 +184,8 @@ def _ask(
     before_AK: Tensor,
     embed_AE: Tensor,
     mask_E: Tensor,
-    *_outputs: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slots' states, what the Markov head adds, and the confidence."""
+) -> _Outputs:
+    """Compute the blocks."""
     with exact_products():
         module = draft_of(tensors, config, info)
         masks_AME = mask_E.expand(len(place_A), config.rows - 1, -1)
@@ -160,9 +194,11 @@ def _ask(
         A, K = before_AK.shape
         head, confidence = module.markov_head, module.confidence_head
         markov_AKV = hidden_AKE.new_zeros(A, K, 0) if head is None else head(before_AK)
-        if head is None or confidence is None:
-            return hidden_AKE, markov_AKV, hidden_AKE.new_zeros(A, 0)
-        return hidden_AKE, markov_AKV, confidence(hidden_AKE, head.markov_w1(before_AK))
+        confidence_AK = hidden_AKE.new_zeros(A, 0)
+        if head is not None and confidence is not None:
+            confidence_AK = confidence(hidden_AKE, head.markov_w1(before_AK))
+        logits_AKV = hidden_AKE.new_zeros(0) if module.lm_head is None else module.lm_head(hidden_AKE)
+        return _Outputs(hidden_AKE, markov_AKV, confidence_AK, logits_AKV)
 
 
 @torch.no_grad()
@@ -170,6 +206,11 @@ def _tokens(target: Target, hidden_AKE: Tensor, markov_AKV: Tensor) -> Tensor:
     """Return the most likely token of each slot by the target's LM head, [A, K]."""
     like = target.head_weight
     logits_AKV = target.head(hidden_AKE.to(like.device, like.dtype)).float().cpu()
+    return _likeliest(logits_AKV, markov_AKV)
+
+
+def _likeliest(logits_AKV: Tensor, markov_AKV: Tensor) -> Tensor:
+    """Return the place of each slot's most likely token, [A, K], with what the Markov head adds."""
     return (logits_AKV if not markov_AKV.numel() else logits_AKV + markov_AKV).argmax(-1)
 
 

@@ -28,6 +28,7 @@ from longtrain.methods.folder_keys import (
     trainer_of,
 )
 from longtrain.methods.spec import Imported
+from longtrain.methods.vocabulary import IDS, MARKS, OFFSETS, read_vocabulary
 from longtrain.settings import Count, CountOrZero
 from longtrain.targets.info import TargetSketch
 from longtrain.targets.rotary import Rotary
@@ -35,9 +36,10 @@ from longtrain.targets.rotary import Rotary
 TRAINERS = ("longtrain", "speculators", "deepspec")
 """Known trainers, the values of `trained_by=`."""
 COPIES = {"embed_tokens.weight": "embed_weight", "lm_head.weight": "head_weight"}
-"""Tensors of a folder that must be copies of the target's -> the target's attribute."""
-LEFT_OUT = (*COPIES, "verifier_norm.weight", "verifier_lm_head.weight", "t2d", "d2t")
-"""Tensors of a folder that are not part of the draft."""
+"""Tensors of a folder that must be copies of the target's -> the target's attribute; the LM head of a
+draft with a vocabulary of its own is none."""
+LEFT_OUT = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", MARKS, OFFSETS)
+"""Tensors of a folder that are not part of the draft; nor is an LM head over the whole vocabulary."""
 ONLY: dict[str, tuple[Any, tuple[str, ...]]] = {
     "false or 0": (
         False,
@@ -98,6 +100,10 @@ class BlockKeys:
         counts_anchor = not anchor and (self.kind.form == SPECULATORS or self.kind.draft == DFLASH)
         rank = raw.get("markov_rank", CountOrZero, 0) if self.kind.draft == DSPARK else 0
         confident = bool(rank) and raw.get("enable_confidence_head", bool, False)
+        whole = layer.get("vocab_size", Count)
+        size = raw.get("draft_vocab_size", Count, whole)
+        if size > whole:
+            raise raw.wrong("draft_vocab_size", f"1 to {whole}, the target's tokens (vocab_size)")
         return Config(
             layers=self.layers(),
             block_size=rows - counts_anchor,
@@ -106,6 +112,8 @@ class BlockKeys:
             heads="none" if not rank else "markov_confidence" if confident else "markov",
             markov_rank=rank or Config.markov_rank,
             sample_from_anchor=anchor,
+            draft_vocab_size=0 if size == whole else size,
+            objective=Config.objective if size == whole else "lk_hybrid",
             mask_token=self.one("mask_token_id", CountOrZero),
             **layer_sizes(raw, layer),
         )
@@ -216,12 +224,6 @@ class BlockKeys:
             "confidence_head_with_markov", bool, False
         ):
             raise self.raw.wrong("confidence_head_with_markov", "true, where there is a confidence head")
-        vocab = self.layer.get("vocab_size", Count)
-        if (size := self.raw.get("draft_vocab_size", Count, vocab)) != vocab:
-            raise self.raw.error(
-                f"draft_vocab_size={size} of {vocab}: markov_w1 has a row for each token of the target, "
-                "markov_w2 and lm_head for each of the draft's; longtrain reads whole vocabularies"
-            )
         if any(self.trained_causal()):
             raise self.raw.error(
                 "the rows of a block see only those before them in some layers, and longtrain's see all; "
@@ -229,9 +231,10 @@ class BlockKeys:
             )
 
 
-def left_out(name: str) -> bool:
-    """Return True for a tensor that is not part of the draft."""
-    return name in LEFT_OUT or name.endswith("rotary_emb.inv_freq")
+def left_out(name: str, *, own_head: bool) -> bool:
+    """Return True for a tensor that is not part of a draft with or without an LM head of its own."""
+    copied = name == "lm_head.weight" and not own_head
+    return copied or name in LEFT_OUT or name.endswith("rotary_emb.inv_freq")
 
 
 def read_folder(folder: Path, trained_by: str | None) -> Imported:
@@ -252,10 +255,16 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
     mask = config.mask_token or 0
     if mask >= sketch.vocab_size:
         raise keys.raw.wrong("mask_token_id", f"0 to {sketch.vocab_size - 1}, the target's tokens")
-    expected = {name: tuple(part.shape) for name, part in module.state_dict().items() if name != MASK}
+    shapes = {name: tuple(part.shape) for name, part in module.state_dict().items()}
+    expected = {name: shape for name, shape in shapes.items() if name not in (MASK, IDS)}
     found = {name: (name.removeprefix("model."), part) for name, part in read_tensors(folder).items()}
-    named = [(outer, name, part) for outer, (name, part) in found.items() if not left_out(name)]
-    tensors = matching(folder, expected, named)
-    tensors[MASK] = torch.tensor([mask])
+    size, own = config.draft_vocab_size, {MASK: torch.tensor([mask])}
+    if size:
+        maps = dict(found.values())
+        own[IDS] = read_vocabulary(maps, size=size, whole=sketch.vocab_size, where=folder)
+    named = [
+        (outer, name, x) for outer, (name, x) in found.items() if not left_out(name, own_head=bool(size))
+    ]
+    tensors = matching(folder, expected, named) | own
     about = {"format": keys.kind.form, "trained_by": keys.trainer or "not stated", "folder": folder.name}
     return Imported(dataclasses.asdict(config), tensors, sketch, about)

@@ -1,6 +1,6 @@
 """Tests a draft on a text with its target: accepted shares, also with other interpretations of its config.
 
-Shapes: T tokens, A blocks, K slots, E hidden dim, V vocabulary.
+Shapes: T tokens, A blocks, K slots, E hidden dim, V vocabulary, X tokens that the draft can propose.
 """
 
 from __future__ import annotations
@@ -107,11 +107,17 @@ def _guesses(
     hidden_AKE = block_states(module, config, target.info, *given, less=served)
     shares, hits = [], []
     for slot in range(SLOTS):
-        rows_AE = hidden_AKE[:, slot].to(last_TE.device, last_TE.dtype)
-        logits_AV = target.head(rows_AE).float().cpu()
+        if module.lm_head is None:
+            rows_AE = hidden_AKE[:, slot].to(last_TE.device, last_TE.dtype)
+            logits_AX = target.head(rows_AE).float().cpu()
+        else:
+            logits_AX = module.lm_head(hidden_AKE[:, slot])
         if module.markov_head is not None:
-            logits_AV = logits_AV + module.markov_head(ids_T[place_A + slot])
+            logits_AX = logits_AX + module.markov_head(ids_T[place_A + slot])
         p_AV = target.head(last_TE[place_A + slot]).float().softmax(-1).cpu()
-        shares.append(torch.minimum(logits_AV.softmax(-1), p_AV).sum(-1))
-        hits.append(logits_AV.argmax(-1) == p_AV.argmax(-1))
+        best_A, p_AX = logits_AX.argmax(-1), p_AV
+        if module.draft_ids_K is not None:
+            best_A, p_AX = module.draft_ids_K[best_A], p_AV[:, module.draft_ids_K]
+        shares.append(torch.minimum(logits_AX.softmax(-1), p_AX).sum(-1))
+        hits.append(best_A == p_AV.argmax(-1))
     return torch.stack(shares), torch.stack(hits)

@@ -19,6 +19,7 @@ from longtrain.methods.dspark.formats.golden import Blocks
 from longtrain.methods.dspark.formats.names import DFLASH, FLAT, MASK_ROW, SPECULATORS, kind_of
 from longtrain.methods.dspark.formats.read import COPIES, BlockKeys, read_folder
 from longtrain.methods.dspark.formats.smoke import smoke
+from longtrain.methods.vocabulary import IDS, lacking
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Imported
@@ -57,6 +58,10 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
     wrong += unhealthy(found.tensors)
     said.append(f"tensors={len(found.tensors)} format={found.about['format']}")
     said.append("rows of a block see all of it in vLLM and SGLang")
+    if config.draft_vocab_size:
+        said.append(
+            f"an LM head of its own over {config.draft_vocab_size} tokens, which SGLang does not have"
+        )
     if config.windows is not None:
         said.append("engines move a window with the slot: later slots see a little less than was trained")
     golden = None
@@ -121,11 +126,13 @@ def _with_target(
     mask, wrong = int(found.tensors["mask_id"]), []
     if not bool(target.embed_weight[mask].any()):
         wrong.append(f"the embedding of mask token {mask} is zero in {target.info.name}")
+    if IDS in found.tensors and (missing := lacking(found.tensors[IDS], target.info)):
+        wrong.append(missing)
     if golden is not None:
         wrong += golden.compare(target, mask)
     inside = {name.removeprefix("model."): part for name, part in read_tensors(folder).items()}
     for name, own in COPIES.items():
-        if name in inside:
+        if name in inside and name not in found.tensors:
             mine = getattr(target, own).detach().cpu().float()
             if inside[name].shape != mine.shape or not torch.allclose(
                 inside[name].float(), mine, rtol=1e-2, atol=1e-3

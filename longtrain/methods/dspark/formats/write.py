@@ -13,8 +13,9 @@ from torch import Tensor
 import longtrain
 from longtrain.errors import ConfigError
 from longtrain.methods.draft_folders import SPECULATORS_VERSION, TRAINER, layer_keys, speculators_config
-from longtrain.methods.dspark.config import Config, layers_of
+from longtrain.methods.dspark.config import Config, draft_vocab, layers_of
 from longtrain.methods.dspark.formats.names import DFLASH, DSPARK, FLAT, SPECULATORS
+from longtrain.methods.vocabulary import IDS, vocabulary_map
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
@@ -42,7 +43,7 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
     Args:
         form: the format.
         config: hyperparameters.
-        info: the target; nothing depends on it.
+        info: the target; None: skip the check that depends on its vocabulary.
 
     Raises:
         ConfigError: the format cannot express the draft's settings.
@@ -70,11 +71,31 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
             f"format={form}: engines count a block's own tokens in the window, so method.windows="
             f"{windows[0]} would hide parts of a block of {config.rows}; train with {least} or more"
         )
+    if config.draft_vocab_size and form == FLAT:
+        raise ConfigError(
+            "format=flat: SGLang has no LM head of the draft's own, only the target's over all tokens "
+            f"(method.draft_vocab_size={config.draft_vocab_size}); use format=speculators and vLLM, or train "
+            "with method.draft_vocab_size=0"
+        )
+    if info is not None and config.draft_vocab_size >= info.vocab_size:
+        raise ConfigError(
+            f"format={form}: speculators takes an LM head over all tokens for a copy of the target's, and "
+            f"method.draft_vocab_size={config.draft_vocab_size} is no part of {info.vocab_size}; train with "
+            "fewer, or with 0: the target's head"
+        )
 
 
-def folder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the module's tensors; all have the names that engines expect, and the mask token is a key."""
-    return {name: part.detach().cpu().contiguous() for name, part in tensors.items() if name != MASK}
+def folder_tensors(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Return the module's tensors under the names that engines expect, all its own; the mask token is a key.
+
+    Args:
+        tensors: the module's state, by name.
+        vocab_size: tokens of the target.
+    """
+    found = {name: part for name, part in tensors.items() if name not in (MASK, IDS)}
+    if IDS in tensors:
+        found |= vocabulary_map(tensors[IDS], vocab_size)
+    return {name: part.detach().cpu().contiguous() for name, part in found.items()}
 
 
 def folder_config(
@@ -94,7 +115,7 @@ def folder_config(
             "speculators_model_type": draft,
             "speculators_version": SPECULATORS_VERSION,
             "transformer_layer_config": layer,
-            "draft_vocab_size": info.vocab_size,
+            "draft_vocab_size": draft_vocab(config, info.vocab_size),
             "block_size": config.rows,
             "aux_hidden_state_layer_ids": inputs,
             "mask_token_id": mask,

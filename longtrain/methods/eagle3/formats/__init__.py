@@ -20,12 +20,12 @@ from longtrain.methods.draft_folders import (
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats.card import serving_page
 from longtrain.methods.eagle3.formats.golden import Proposals
-from longtrain.methods.eagle3.formats.names import IDS, NAMES, SPECULATORS, format_of
+from longtrain.methods.eagle3.formats.names import NAMES, SPECULATORS, format_of
 from longtrain.methods.eagle3.formats.read import read_folder
 from longtrain.methods.eagle3.formats.verify import verify_folder
 from longtrain.methods.eagle3.formats.write import folder_config, folder_tensors, refuse
-from longtrain.methods.eagle3.vocabulary import check_vocabulary
 from longtrain.methods.spec import Formats
+from longtrain.methods.vocabulary import IDS, check_vocabulary
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target

@@ -20,16 +20,7 @@ from longtrain.errors import ArtifactError
 from longtrain.log import get_logger
 from longtrain.methods.draft_folders import CONFIG, matching, read_config, read_tensors
 from longtrain.methods.eagle3.config import Config, draft_vocab
-from longtrain.methods.eagle3.formats.names import (
-    FLAT,
-    IDS,
-    MASK,
-    OFFSETS,
-    SPECULATORS,
-    format_of,
-    inside,
-    vocabulary,
-)
+from longtrain.methods.eagle3.formats.names import FLAT, SPECULATORS, format_of, inside
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.folder_keys import (
     Keys,
@@ -42,6 +33,7 @@ from longtrain.methods.folder_keys import (
     trainer_of,
 )
 from longtrain.methods.spec import Imported
+from longtrain.methods.vocabulary import IDS, MARKS, OFFSETS, read_vocabulary
 from longtrain.settings import Count, CountOrZero
 from longtrain.targets.info import TargetSketch
 from longtrain.targets.rotary import Rotary
@@ -244,11 +236,11 @@ def _checked(
 ) -> dict[str, Tensor]:
     """Check that all of the module's tensors are present with the right shapes, and return them."""
     size = draft_vocab(config, sketch.vocab_size)
-    tensors = {IDS: vocabulary(found, size=size, whole=sketch.vocab_size, where=folder)}
+    tensors = {IDS: read_vocabulary(found, size=size, whole=sketch.vocab_size, where=folder)}
     named = []
     for outer, tensor in found.items():
         name = inside(outer)
-        if name in (OFFSETS, MASK, *LEFT_OUT) or name.endswith("rotary_emb.inv_freq"):
+        if name in (OFFSETS, MARKS, *LEFT_OUT) or name.endswith("rotary_emb.inv_freq"):
             continue
         if name == "embed_tokens.weight" and not config.own_embeddings:
             continue  # a copy of the target's

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from longtrain.methods.eagle3.formats.names import MASK, OFFSETS, OLD_NORMS
+from longtrain.methods.eagle3.formats.names import OLD_NORMS
+from longtrain.methods.vocabulary import MARKS, OFFSETS
 
 RENAMED = {"midlayer": "layers.0", **OLD_NORMS}
 STACKED = {
@@ -35,7 +36,7 @@ def sglang_problems(config: dict[str, Any], names: Iterable[str]) -> list[str]:
         name = outer
         for old, new in RENAMED.items():
             name = name.replace(old, new)
-        if OFFSETS in name or MASK in name or name.endswith("rotary_emb.inv_freq"):
+        if OFFSETS in name or MARKS in name or name.endswith("rotary_emb.inv_freq"):
             continue
         part = next((part for part in STACKED if part in name), None)
         found = name if part is None else name.replace(part, STACKED[part])

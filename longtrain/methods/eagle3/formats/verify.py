@@ -16,17 +16,11 @@ from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
 from longtrain.methods.draft_checks import again_fresh, changes, read_record, replayed, unhealthy
 from longtrain.methods.draft_folders import CONFIG, read_config, read_tensors
 from longtrain.methods.eagle3.formats.golden import Proposals
-from longtrain.methods.eagle3.formats.names import (
-    EMBEDDINGS,
-    FLAT,
-    IDS,
-    format_of,
-    inside,
-)
+from longtrain.methods.eagle3.formats.names import EMBEDDINGS, FLAT, format_of, inside
 from longtrain.methods.eagle3.formats.read import read_folder
 from longtrain.methods.eagle3.formats.sglang import sglang_problems
 from longtrain.methods.eagle3.formats.smoke import smoke
-from longtrain.methods.eagle3.vocabulary import lacking
+from longtrain.methods.vocabulary import IDS, lacking
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Imported

@@ -22,15 +22,8 @@ from longtrain.methods.draft_folders import (
     speculators_config,
 )
 from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
-from longtrain.methods.eagle3.formats.names import (
-    FLAT,
-    IDS,
-    MASK,
-    OFFSETS,
-    SPECULATORS,
-    SPECULATORS_CLASS,
-    outside,
-)
+from longtrain.methods.eagle3.formats.names import FLAT, SPECULATORS, SPECULATORS_CLASS, outside
+from longtrain.methods.vocabulary import IDS, vocabulary_map
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
@@ -106,11 +99,8 @@ def folder_tensors(
         embed_VE: the embeddings, which a speculators folder must contain.
     """
     found = {outside(name, form): tensor for name, tensor in tensors.items() if name != IDS}
-    ids_K = tensors[IDS].long()
-    if len(ids_K) != vocab_size:
-        mask_V = torch.zeros(vocab_size, dtype=torch.bool)
-        mask_V[ids_K] = True
-        found |= {OFFSETS: ids_K - torch.arange(len(ids_K)), MASK: mask_V}
+    if len(tensors[IDS]) != vocab_size:
+        found |= vocabulary_map(tensors[IDS], vocab_size)
     if form == SPECULATORS and embed_VE is not None:
         found["embed_tokens.weight"] = embed_VE.to(tensors["fc.weight"].dtype)
     if form == SPECULATORS and config.attention_bias:  # these loaders expect a bias on o_proj too

@@ -34,6 +34,10 @@ def trained_block_draft(target):
                 tensor.copy_(fresh * (0.15 if tensor.ndim == 2 else 0.2) + ("norm" in name))
         if module.factor_N is not None:
             module.factor_N.copy_(torch.rand(module.factor_N.shape, generator=gen) + 0.1)
+        if module.draft_ids_K is not None:
+            size = len(module.draft_ids_K)
+            others = torch.randperm(target.info.vocab_size - 2, generator=gen)[: size - 1] + 2
+            module.draft_ids_K.copy_(torch.cat((torch.tensor([1]), others)).sort().values)
         choose_mask_token(module, target, config)
         return module.eval(), config
 

@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from longtrain.artifact import Artifact
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.formats import FORMATS
 from longtrain.targets.loading import random_target
 
 FORMS = ("speculators", "flat")
 DFLASH = {"heads": "none", "sample_from_anchor": False}
+PART = {"draft_vocab_size": 40, "objective": "lk_hybrid"}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
 VARIANTS = {
     "dspark": {},
@@ -25,16 +27,27 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", VARIANTS)
+PARTS = {
+    "part of the vocabulary": PART,
+    "part, fill in": {**PART, "heads": "markov", "sample_from_anchor": False},
+    "part, dflash": {**PART, **DFLASH},
+}
+"""Drafts with a vocabulary of their own, which one format has."""
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [*((form, name) for form in FORMS for name in VARIANTS), *(("speculators", name) for name in PARTS)],
+)
 def test_what_was_written_is_read(export, target, form, name):
-    folder, module, config = export(form, **VARIANTS[name])
+    folder, module, config = export(form, **(VARIANTS | PARTS)[name])
     assert FORMATS.verify(folder.path, None, None)
     artifact = Artifact.load(folder.path)
     assert artifact.method == "dspark"
     artifact.build(target)
     back = artifact.typed_config()
     same = ("layers", "n_layers", "block_size", "windows", "heads", "sample_from_anchor", "mask_token")
+    same += ("draft_vocab_size", "objective")
     assert {key: getattr(back, key) for key in same} == {key: getattr(config, key) for key in same}
     assert back.rope == {"rope_type": "default", **(config.rope or target.info.rope)}
     state = module.state_dict()
@@ -83,6 +96,36 @@ def test_keys_of_a_speculators_folder(export):
     assert config["sliding_window_non_causal"] is True and layer["is_causal"] is False
     assert layer["sliding_window"] == 9, "its class does not count the slot itself"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+
+
+def test_a_vocabulary_of_the_drafts_own(export):
+    """The map holds each token minus its place; its head goes along, and embeddings stay the target's."""
+    folder, module, _ = export("speculators", **PART)
+    tensors = folder.tensors
+    assert folder.config["draft_vocab_size"] == 40
+    assert folder.config["transformer_layer_config"]["vocab_size"] == 97
+    ids = module.draft_ids_K
+    assert ids is not None and torch.equal(tensors["d2t"] + torch.arange(40), ids)
+    assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert torch.equal(tensors["lm_head.weight"], module.lm_head.weight)
+    assert tensors["markov_head.markov_w1.weight"].shape == (97, 6)
+    assert tensors["markov_head.markov_w2.weight"].shape == (40, 6)
+    assert not {"draft_ids_K", "embed_tokens.weight"} & set(tensors)
+    whole = export("speculators")[0]
+    assert not {"d2t", "t2d", "lm_head.weight"} & set(whole.tensors)
+
+
+def test_vocabularies_that_engines_do_not_draft_from(export, target):
+    with pytest.raises(ConfigError, match=r"format=flat: SGLang has no LM head of the draft's own.*=40\)"):
+        export("flat", **PART)
+    with pytest.raises(ConfigError, match="draft_vocab_size=97 is no part of 97; train with fewer"):
+        FORMATS.refuse("speculators", Config(**{**PART, "draft_vocab_size": 97}), target.info)
+    FORMATS.refuse("speculators", Config(**PART), None)
+    _, module, config = export("speculators", **PART)
+    ids = module.draft_ids_K
+    endless = {**module.state_dict(), "draft_ids_K": ids + (ids == 1)}
+    with pytest.raises(TargetMismatchError, match="lacks token 1, which ends texts"):
+        FORMATS.write("speculators", endless, config, target, {}, "x")
 
 
 def test_a_block_counts_its_anchor_where_the_format_does(export):
@@ -161,6 +204,66 @@ def test_a_draft_of_deepspec(foreign, target):
     save_file({name: part.detach().clone() for name, part in tensors.items()}, path / "model.safetensors")
     with pytest.raises(ArtifactError, match=r"lm_head.weight is no copy of the target's"):
         FORMATS.verify(path, target, "deepspec")
+
+
+def test_a_draft_of_speculators_with_part_of_the_vocabulary(foreign, target):
+    """Its LM head is a copy of the target's rows, which its trainer does not change."""
+    with pytest.raises(ArtifactError, match="sample_from_anchor is missing"):
+        Artifact.load(foreign("speculators", {"sample_from_anchor": None}, **PART)[0])
+    path, module = foreign("speculators", {}, **PART)
+    tensors = load_file(path / "model.safetensors")
+    rows = target.head_weight[module.draft_ids_K].detach().clone()
+    save_file({**tensors, "lm_head.weight": rows}, path / "model.safetensors")
+    artifact = Artifact.load(path)
+    assert torch.equal(artifact.tensors["lm_head.weight"], rows)
+    assert torch.equal(artifact.tensors["draft_ids_K"], module.draft_ids_K)
+    assert artifact.typed_config().objective == "lk_hybrid"
+    assert artifact.build(target).lm_head.weight.shape == rows.shape
+    assert any(
+        "over 40 tokens, which SGLang does not have" in line for line in FORMATS.verify(path, None, None)
+    )
+
+
+def test_a_flat_draft_with_part_of_the_vocabulary(foreign):
+    """Its keys are vLLM's; longtrain writes none, since SGLang cannot read them."""
+    parts = load_file(foreign("speculators", {}, **PART)[0] / "model.safetensors")
+    path, _ = foreign("flat", {"draft_vocab_size": 40})
+    save_file(parts, path / "model.safetensors")
+    artifact = Artifact.load(path)
+    assert artifact.typed_config().draft_vocab_size == 40
+    assert torch.equal(artifact.tensors["draft_ids_K"] - torch.arange(40), parts["d2t"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"d2t": None}, "has no d2t, and its draft knows 40 of 97 tokens"),
+        ({"d2t": lambda t: t.flip(0)}, r"d2t is no map of offsets.*not in ascending order"),
+        ({"d2t": lambda t: t + torch.arange(40)}, "d2t is no map of offsets"),
+        ({"d2t": lambda t: t + 97}, "d2t is no map of offsets: it gives tokens"),
+        ({"d2t": lambda t: t[:-1]}, r"d2t is torch.int64 \(39,\); allowed: int64 \(40,\)"),
+        ({"d2t": lambda t: t.float()}, r"d2t is torch.float32 \(40,\); allowed"),
+        ({"t2d": lambda t: ~t}, "t2d does not mark the tokens that d2t names"),
+        ({"lm_head.weight": None}, r"missing lm_head.weight \(40, 48\)"),
+        ({"lm_head.weight": lambda t: t[:-1]}, r"lm_head.weight is \(39, 48\), not \(40, 48\)"),
+        ({"markov_head.markov_w1.weight": lambda t: t[:40]}, r"markov_w1.weight is \(40, 6\), not \(97, 6\)"),
+    ],
+)
+def test_maps_of_a_vocabulary_that_are_damaged(foreign, changes, said):
+    path, _ = foreign("speculators", {}, **PART)
+    tensors = load_file(path / "model.safetensors")
+    for name, becomes in changes.items():
+        tensors[name] = None if becomes is None else becomes(tensors[name]).contiguous()
+    save_file({name: part for name, part in tensors.items() if part is not None}, path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=said) as error:
+        Artifact.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_vocabulary_larger_than_the_targets(foreign):
+    path, _ = foreign("speculators", {"draft_vocab_size": 98})
+    with pytest.raises(ArtifactError, match="draft_vocab_size=98; allowed: 1 to 97, the target's tokens"):
+        Artifact.load(path)
 
 
 def test_a_published_dflash_draft(foreign):

@@ -139,10 +139,51 @@ def test_markov_tables(export, form):
     refused(folder, "the Markov head adds something else")
     config = folder.config
     folder.write(config={**config, "draft_vocab_size": 40})
-    refused(
-        folder,
-        "markov_w1 has a row for each token of the target, markov_w2 and lm_head for each of the draft",
-    )
+    refused(folder, "has no d2t, and its draft knows 40 of 97 tokens")
+
+
+def other_words(tensors):
+    """A valid map, of which one token is the next one that was not known."""
+    ids, known = tensors["d2t"] + torch.arange(40), tensors["t2d"].clone()
+    first = next(i for i in range(1, 40) if not known[ids[i] + 1])
+    known[ids[first]] = False
+    ids[first] += 1
+    known[ids[first]] = True
+    return {"d2t": ids - torch.arange(40), "t2d": known}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: {"lm_head.weight": t["lm_head.weight"] * 1.001}, "logits of the draft's own LM head are"),
+        (
+            lambda t: {"lm_head.weight": t["lm_head.weight"].roll(1, 0)},
+            "drafted tokens are the recorded ones",
+        ),
+        (other_words, "39 of 40 tokens of the draft's vocabulary are the recorded ones"),
+        (lambda t: {"d2t": t["d2t"] + torch.arange(40)}, "d2t is no map of offsets"),
+        (lambda t: {"d2t": torch.zeros_like(t["d2t"])}, "t2d does not mark the tokens"),
+    ],
+    ids=["head", "rows of the head", "one token", "absolute ids", "no offsets"],
+)
+def test_a_vocabulary_of_the_drafts_own(export, change, said):
+    folder = export("speculators", draft_vocab_size=40, objective="lk_hybrid")[0]
+    assert verify(folder)
+    folder.write(tensors=folder.tensors | change(folder.tensors))
+    folder.reseal()
+    refused(folder, said)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_of_before_such_vocabularies(export, form):
+    """Its golden blocks have neither logits nor tokens of a head of the draft's own."""
+    folder = export(form)[0]
+    path = folder.path / "longtrain" / "golden.safetensors"
+    golden = load_file(path)
+    assert not golden["logits_AKV"].numel() and not golden["draft_ids_V"].numel()
+    save_file({n: t for n, t in golden.items() if n not in ("logits_AKV", "draft_ids_V")}, path)
+    folder.reseal()
+    assert verify(folder)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longtrain.errors import ArtifactError
 from longtrain.files import write_files
@@ -26,7 +27,11 @@ def learn(module, config, target, *, steps=100):
         step = target.packed(ids, pos, (0, len(ids)), request)
         best = target.head(step.hidden[-1]).argmax(-1)
         states = torch.cat([step.hidden[layer] for layer in module.read], -1)
-        head = target.head_weight.detach()
+        head = target.head_weight.detach() if module.lm_head is None else module.lm_head.weight
+    if module.draft_ids_K is not None:
+        place_V = torch.full((target.info.vocab_size,), -100)
+        place_V[module.draft_ids_K] = torch.arange(len(module.draft_ids_K))
+        best = place_V[best]
     place = torch.arange(196, len(ids) - config.block_size)
     rows = module.mask_id.expand(len(place), config.rows).clone()
     rows[:, 0] = ids[place]
@@ -92,6 +97,24 @@ def test_windows_that_cost_nothing_are_told_as_well(learned, target, tmp_path):
     write_files(tmp_path / "x", FORMATS.write("flat", module.state_dict(), config, target, {}, "x"))
     lines = FORMATS.verify(tmp_path / "x", target, None)
     assert any("with windows that move with the slot, as engines serve them" in line for line in lines)
+
+
+def test_a_vocabulary_of_the_drafts_own(target, trained_block_draft, tmp_path):
+    """Its tokens are compared with the target's as such; a head whose rows are others' predicts nothing."""
+    part = {"draft_vocab_size": 90, "objective": "lk_hybrid"}
+    module, config = trained_block_draft(n_layers=1, intermediate_size=40, **part)
+    learn(module, config, target)
+    good = tmp_path / "good"
+    files = FORMATS.write("speculators", module.state_dict(), config, target, {"step": 60}, "good")
+    write_files(good, files)
+    said = FORMATS.verify(good, target, None)
+    (line,) = (line for line in said if line.startswith("on a text"))
+    assert float(line.split("likeliest token in ")[1].split("%")[0]) > 60
+    path = folder_of(tmp_path / "rolled", {"trained_by": None}, good)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}, path / "model.safetensors")
+    with pytest.raises(ArtifactError, match="always drafting the commonest one gives"):
+        FORMATS.verify(path, target, None)
 
 
 def test_a_draft_that_predicts_nothing(target, trained_block_draft, tmp_path):

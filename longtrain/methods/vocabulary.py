@@ -1,4 +1,4 @@
-"""Chooses the draft's vocabulary: the most frequent tokens of the training answers.
+"""Chooses the draft's vocabulary, the most frequent tokens of the training answers, and maps it in folders.
 
 Shapes: V tokens of the target's vocabulary, K of the draft's.
 """
@@ -6,6 +6,8 @@ Shapes: V tokens of the target's vocabulary, K of the draft's.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.data.packing.prepared import Prepared, label_counts
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.methods.eagle3.config import Config
     from longtrain.targets.info import TargetInfo
 
 log = get_logger(__name__)
+
+IDS = "draft_ids_K"
+"""Name of the vocabulary in a draft's module."""
+OFFSETS, MARKS = "d2t", "t2d"
+"""Names of its maps in a folder that engines load: each token minus its place, and which tokens are known."""
 
 
 def most_frequent(counts_V: np.ndarray, size: int, *, always: tuple[int, ...] = ()) -> Tensor:
@@ -40,8 +46,14 @@ def most_frequent(counts_V: np.ndarray, size: int, *, always: tuple[int, ...] = 
     return torch.from_numpy(np.sort(order_V[:size]))
 
 
-def from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
+def from_data(module: nn.Module, config: Any, info: TargetInfo, data: Prepared) -> dict[str, Any]:
     """Choose a new draft's vocabulary from the labels of the prepared data; return its facts for provenance.
+
+    Args:
+        module: a draft with `draft_ids_K`, which is changed in place.
+        config: its settings; `draft_vocab_size` is named in the error.
+        info: the target.
+        data: the prepared data.
 
     Raises:
         ConfigError: the vocabulary is smaller than the number of end-of-text tokens.
@@ -93,3 +105,57 @@ def check_vocabulary(draft_ids_K: Tensor, info: TargetInfo) -> None:
             f"the draft's vocabulary (draft_ids_K) holds tokens {min(ids)}..{max(ids)}; need ascending, "
             f"different tokens below {info.vocab_size}, the vocabulary of target {info.name}"
         )
+
+
+def vocabulary_map(draft_ids_K: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return a vocabulary as folders hold it: offsets [K] int64, and which of the target's tokens, bool [V].
+
+    Args:
+        draft_ids_K: the target's id of each token, ascending.
+        vocab_size: V.
+    """
+    ids_K = draft_ids_K.long().cpu()
+    marked_V = torch.zeros(vocab_size, dtype=torch.bool)
+    marked_V[ids_K] = True
+    return {OFFSETS: ids_K - torch.arange(len(ids_K)), MARKS: marked_V}
+
+
+def read_vocabulary(tensors: Mapping[str, Tensor], *, size: int, whole: int, where: Path) -> Tensor:
+    """Return the target token of each draft token, [K] int64, from a folder's vocabulary map.
+
+    Args:
+        tensors: the folder's tensors, under its own names.
+        size: size of the draft's vocabulary, K.
+        whole: size of the target's vocabulary, V.
+        where: the folder, for messages.
+
+    Raises:
+        ArtifactError: the map is missing or invalid.
+    """
+    offsets_K = tensors.get(OFFSETS)
+    if offsets_K is None:
+        if size == whole:
+            return torch.arange(size)
+        raise ArtifactError(
+            f"{where} has no {OFFSETS}, and its draft knows {size} of {whole} tokens: engines would draft "
+            "the wrong ones; copy or export it again"
+        )
+    if offsets_K.shape != (size,) or offsets_K.is_floating_point():
+        raise ArtifactError(
+            f"{where}: {OFFSETS} is {offsets_K.dtype} {tuple(offsets_K.shape)}; allowed: int64 ({size},)"
+        )
+    ids_K = offsets_K.long() + torch.arange(size)
+    ascending = bool((ids_K[1:] > ids_K[:-1]).all())
+    if not ascending or int(ids_K[0]) < 0 or int(ids_K[-1]) >= whole:
+        raise ArtifactError(
+            f"{where}: {OFFSETS} is no map of offsets: it gives tokens {int(ids_K.min())} to "
+            f"{int(ids_K.max())}, {'ascending' if ascending else 'not in ascending order'}; allowed: "
+            f"different ones from 0 to {whole - 1}, ascending (each entry is the token minus its place)"
+        )
+    marked_V = tensors.get(MARKS)
+    if marked_V is not None:
+        known_V = torch.zeros(whole, dtype=torch.bool)
+        known_V[ids_K] = True
+        if marked_V.shape != (whole,) or not torch.equal(marked_V.bool(), known_V):
+            raise ArtifactError(f"{where}: {MARKS} does not mark the tokens that {OFFSETS} names")
+    return ids_K
