@@ -67,7 +67,7 @@ def test_acceptance_by_position_and_depth_with_and_without_a_cut(composed, artif
         evaluation.run(composed("eval", *EVAL, "artifact=null", systems.replace("fidence:", "fidences:")))
 
 
-@pytest.mark.parametrize("target_kv", [False, True])
+@pytest.mark.parametrize("target_kv", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_command_measures_a_training_step_by_length(target_kv, composed, tmp_path):
     """As on a GPU with lengths=[32k,64k,128k]; memory is not known on a CPU."""
     keys = [f"method.{key}={json.dumps(value)}" for key, value in SETTINGS.items()]

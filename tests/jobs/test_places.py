@@ -13,6 +13,7 @@ from longtrain.jobs.answering.places import PREFILL_ENTRIES, PREFILL_TOKENS, Pla
 from longtrain.targets.loading import load_target, random_target
 from longtrain.targets.shapes import SHAPES
 
+SAMPLED = Sampling(temperature=0.8, seed=3)
 MOST = 12
 
 
@@ -52,9 +53,16 @@ def written(places, sequences, *, together=1, most=lambda one: MOST):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"]
+    ("sampling", "n", "together"),
+    [
+        (Sampling(), 1, 1),
+        (SAMPLED, 3, 2),
+        (Sampling(), 20, 5),
+        pytest.param(SAMPLED, 1, 1, marks=pytest.mark.slow),
+        pytest.param(Sampling(), 3, 2, marks=pytest.mark.slow),
+        pytest.param(SAMPLED, 20, 5, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize(("n", "together"), [(1, 1), (3, 2), (20, 5)])
 def test_refilled_places_write_what_each_prompt_alone_gets(target, sampling, n, together):
     given = prompts([5, 40, 1, 17, 2, 33, 9, 64, 3])
     length = lambda one: 3 + one % 10  # noqa: E731 - so that places are refilled at different times
@@ -78,8 +86,16 @@ def test_only_what_is_new_is_read(target):
     assert (places.prefilled, places.prefills) == (29 + 6 + 20, 3) and places.prefill_s > 0
 
 
-@pytest.mark.parametrize("waits", [0, 1, 5])
-@pytest.mark.parametrize("kept", [0, 1, 9, 35])
+@pytest.mark.parametrize(
+    ("kept", "waits"),
+    [
+        *((0, 5), (1, 0), (9, 1), (35, 0), (35, 5)),
+        *(
+            pytest.param(kept, waits, marks=pytest.mark.slow)
+            for kept, waits in ((0, 0), (0, 1), (1, 1), (1, 5), (9, 0), (9, 5), (35, 1))
+        ),
+    ],
+)
 def test_a_text_that_goes_on_is_that_of_a_fresh_prompt(target, kept, waits):
     """Of 30 tokens and 6 of an answer `kept` stay in the place, which waited for what follows them."""
     sampling = Sampling(temperature=0.7, seed=1)
