@@ -14,12 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longtrain.kernels.block_sums import BLOCK, block_sums, counts
 from longtrain.settings import wrong
 
 _MASK64 = (1 << 64) - 1
 _UNIT = 1 << 40
 """Weights are multiples of 1/2^40 of the largest: integer sums are exact in any order, so in any batch."""
+_BLOCK = 512
+"""Tokens of a block in `HashRng.draw`, whose running sums over a whole vocabulary would take the longest."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,19 @@ class HashRng:
         Weights below 2^-40 of a sequence's largest count as zero; without any weight the index is V-1.
         The sums are those of blocks first, and then of one block's tokens.
         """
-        V, unit_B1 = weight_BV.shape[-1], _unit(weight_BV)
-        total_BK = block_sums(weight_BV, unit_B1).cumsum(-1)
+        count_BV = _counts(weight_BV)
+        V = count_BV.shape[-1]
+        whole = V // _BLOCK
+        blocks_BKT = count_BV[:, : whole * _BLOCK].unflatten(-1, (whole, _BLOCK))
+        rest_B1 = count_BV[:, whole * _BLOCK :].sum(-1, keepdim=True)
+        total_BK = torch.cat((blocks_BKT.sum(-1), rest_B1), -1).cumsum(-1)
         # uniform < 1, so the product stays below the total: one ulp less outweighs rounding by half an ulp.
         point_B1 = (self.uniform(pos_B, role) * total_BK[:, -1].double()).long()[:, None]
-        block_B1 = torch.searchsorted(total_BK, point_B1, right=True).clamp_(max=total_BK.shape[-1] - 1)
+        block_B1 = torch.searchsorted(total_BK, point_B1, right=True).clamp_(max=whole)
         point_B1 -= total_BK.gather(-1, (block_B1 - 1).clamp(min=0)) * (block_B1 > 0)
-        token_BT = block_B1 * BLOCK + torch.arange(BLOCK, device=pos_B.device)
-        inside_BT = counts(weight_BV.gather(-1, token_BT.clamp(max=V - 1)), unit_B1).cumsum(-1)
-        index_B1 = block_B1 * BLOCK + torch.searchsorted(inside_BT, point_B1, right=True)
+        token_BT = block_B1 * _BLOCK + torch.arange(_BLOCK, device=pos_B.device)
+        inside_BT = count_BV.gather(-1, token_BT.clamp(max=V - 1)).cumsum(-1)
+        index_B1 = block_B1 * _BLOCK + torch.searchsorted(inside_BT, point_B1, right=True)
         return index_B1[:, 0].clamp_(max=V - 1)
 
 
@@ -180,13 +185,8 @@ class MinNewTokens:
 
 def _counts(weight: Tensor) -> Tensor:
     """Weights as multiples of 2^-40 of the largest in each distribution, rounded down, int64."""
-    return counts(weight, _unit(weight))
-
-
-def _unit(weight: Tensor) -> Tensor:
-    """2^-40 of the largest weight of each distribution, fp64 [..., 1]."""
     top = weight.amax(-1, keepdim=True).double().clamp(min=torch.finfo(torch.float64).tiny)
-    return top / _UNIT
+    return (weight / (top / _UNIT)).long()
 
 
 def _signed(value: int) -> int:

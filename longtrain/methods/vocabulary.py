@@ -88,6 +88,25 @@ def lacking(draft_ids_K: Tensor, info: TargetInfo) -> str:
     )
 
 
+def check_attached(draft_ids_K: Tensor, info: TargetInfo, what: str) -> None:
+    """Refuse a draft whose vocabulary the target lacks; warn of one that cannot end a text.
+
+    Args:
+        draft_ids_K: the draft's vocabulary.
+        info: the target.
+        what: the draft, for the message.
+
+    Raises:
+        TargetMismatchError: a token that the target does not have.
+    """
+    if (last := int(draft_ids_K.max())) >= info.vocab_size:
+        raise TargetMismatchError(
+            f"{what} whose vocabulary reaches token {last}; target {info.name} has {info.vocab_size} tokens"
+        )
+    if missing := lacking(draft_ids_K, info):
+        log.warning("%s; it is never drafted", missing)
+
+
 def check_vocabulary(draft_ids_K: Tensor, info: TargetInfo) -> None:
     """Refuse an invalid vocabulary, or one without the target's end-of-text tokens.
 

@@ -44,7 +44,6 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.kernels import hierarchical, importance, tree_attention
 from longtrain.kernels.anchored import anchored_attention
-from longtrain.kernels.block_sums import block_sums
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.kernels.entry_moves import Programs, move_entries
 from longtrain.kernels.entry_scores import entry_scores
@@ -246,13 +245,6 @@ def choices() -> Jobs:
         yield partial(_choice, kind)
     for sets, keys, heads, dim in ((4, 2, 2, 64), (2, 2, 3, 40)):
         yield partial(_entry_scores, sets, keys, heads, dim)
-    for tokens in (3, 512, 4999):
-        yield partial(_block_sums, tokens)
-
-
-def _block_sums(tokens):
-    weight_BV = torch.rand(3, tokens, device=DEVICE)
-    block_sums(weight_BV, weight_BV.amax(-1, keepdim=True).double() / 2**40)
 
 
 def _choice(kind):

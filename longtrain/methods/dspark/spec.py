@@ -12,8 +12,7 @@ from longtrain.costs.method import MethodCost
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError, TargetMismatchError
-from longtrain.log import get_logger
+from longtrain.errors import ConfigError
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.cost import cycle, training
@@ -24,11 +23,9 @@ from longtrain.methods.dspark.modules import UNCHOSEN, DSparkDraft
 from longtrain.methods.dspark.objective import DSparkObjective
 from longtrain.methods.dspark.runtime import DSparkRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.methods.vocabulary import check_vocabulary, from_data, lacking
+from longtrain.methods.vocabulary import check_attached, check_vocabulary, from_data
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
-
-log = get_logger(__name__)
 
 KEYS = ("min_confidence",)
 
@@ -66,14 +63,8 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         (info.hidden_size, info.hidden_size, config.head_dim or info.head_dim, info.vocab_size),
         info,
     )
-    if (ids_K := draft.draft_ids_K) is not None:
-        if (last := int(ids_K.max())) >= info.vocab_size:
-            raise TargetMismatchError(
-                f"a DSpark draft whose vocabulary reaches token {last}; target {info.name} has "
-                f"{info.vocab_size} tokens"
-            )
-        if missing := lacking(ids_K, info):
-            log.warning("%s; it is never drafted", missing)
+    if draft.draft_ids_K is not None:
+        check_attached(draft.draft_ids_K, info, "a DSpark draft")
     choose_mask_token(draft, target, config)
     return Parts(draft=DSparkRuntime(draft, target, config), name="dspark")
 

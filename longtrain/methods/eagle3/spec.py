@@ -9,8 +9,7 @@ from torch import nn
 from longtrain.costs.method import MethodCost
 from longtrain.data.config import DataConfig
 from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError, TargetMismatchError
-from longtrain.log import get_logger
+from longtrain.errors import ConfigError
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cost import training
@@ -22,10 +21,8 @@ from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
-from longtrain.methods.vocabulary import check_vocabulary, from_data, lacking
+from longtrain.methods.vocabulary import check_attached, check_vocabulary, from_data
 from longtrain.targets.model import Target
-
-log = get_logger(__name__)
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagle3Objective:
@@ -48,13 +45,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         (info.hidden_size, info.hidden_size, config.head_dim or info.head_dim),
         info,
     )
-    if (last := int(draft.draft_ids_K.max())) >= info.vocab_size:
-        raise TargetMismatchError(
-            f"an EAGLE-3 draft whose vocabulary reaches token {last}; target {info.name} has "
-            f"{info.vocab_size} tokens"
-        )
-    if missing := lacking(draft.draft_ids_K, info):
-        log.warning("%s; it is never drafted", missing)
+    check_attached(draft.draft_ids_K, info, "an EAGLE-3 draft")
     return Parts(draft=Eagle3Runtime(draft, target, config), name="eagle3")
 
 
