@@ -123,8 +123,8 @@ def _metrics(
     fast, plain = _work(call, importance, prompt()), _work(call, reference, prompt())
     pairs = zip(fast(0), plain(0), strict=True)
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
-    kernel_ms = clock.cold(fast, device, warmup=WARMUP, repeats=repeats)
-    torch_ms = clock.cold(plain, device, warmup=1, repeats=max(3, repeats // 5))
+    kernel_ms = replay.cold(fast, device, warmup=WARMUP, repeats=repeats)
+    torch_ms = replay.cold(plain, device, warmup=1, repeats=max(3, repeats // 5))
     yield {
         "kernel_ms": kernel_ms,
         "torch_ms": torch_ms,

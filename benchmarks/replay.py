@@ -13,6 +13,9 @@ from longtrain.decoding.captured import record
 ROTATED_BYTES = 2**30
 """Total bytes of the copies of an input, which are used in turn so that they are not in a cache."""
 MOST_COPIES = 16
+SCRATCH_BYTES, SCRATCH_WRITES = 2**29, 4
+"""Scratch memory written before short work: this empties the L2 cache, and keeps the GPU busy while the host
+queues the work, so that events do not measure the host."""
 
 
 def replayed(
@@ -28,7 +31,7 @@ def replayed(
         repeats: counted replays, after three uncounted ones.
     """
     if device.type != "cuda":
-        return clock.cold(work, device, warmup=1, repeats=repeats)
+        return cold(work, device, warmup=1, repeats=repeats)
 
     def run(count: int) -> None:
         for i in range(count):
@@ -45,6 +48,35 @@ def replayed(
     stopwatches = [clock.watched(graph.replay, device) for _ in range(repeats)]
     clock.wait(device)
     return {name: ms / calls for name, ms in clock.spread_of(stopwatches).items()}
+
+
+def cold(
+    work: Callable[[int], object],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+) -> dict[str, float]:
+    """Return the spread of the milliseconds of short work with cold caches.
+
+    Args:
+        work: called with 0, 1, 2, ..., to select another copy of its inputs each time.
+        device: the device it runs on.
+        warmup: calls not counted.
+        repeats: calls counted.
+    """
+    for i in range(warmup):
+        work(i)
+    cuda = device.type == "cuda"
+    scratch = torch.empty(SCRATCH_BYTES if cuda else 0, dtype=torch.int8, device=device)
+    watches = []
+    for i in range(repeats):
+        clock.wait(device)
+        for _ in range(SCRATCH_WRITES if cuda else 0):
+            scratch.zero_()
+        watches.append(clock.watched(partial(work, i), device))
+    clock.wait(device)
+    return clock.spread_of(watches)
 
 
 def copies_of(size_bytes: int, device: torch.device) -> int:

@@ -46,6 +46,13 @@ def bundled_artifacts() -> dict[str, Path]:
     return {file.parent.name: file.parent for file in asset_dir("bundled").glob(f"artifacts/*/{MANIFEST}")}
 
 
+def manifest_of(name: str, checkpoints: Path) -> Path | None:
+    """Return the manifest of an artifact on this machine, by its folder or name; None if there is none."""
+    places = (Path(name), checkpoints / name, bundled_artifacts().get(name))
+    files = (place / MANIFEST for place in places if place is not None)
+    return next((file for file in files if file.is_file()), None)
+
+
 def artifact_kind(folder: Path, names: Iterable[str] = ()) -> FolderKind:
     """Return the `FolderKind` of an artifact: the file that identifies it and the files that may be replaced.
 

@@ -19,7 +19,6 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic.errors import PydanticSchemaGenerationError
 
 from longtrain.errors import ConfigError, Gathered
-from longtrain.former_names import now_called
 
 T = TypeVar("T")
 LONGEST_NAME = 200
@@ -229,8 +228,7 @@ def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterab
     known = [field.name for field in fields]
     given = {key: value for key, value in values.items() if key in known or key not in ignore}
     if unknown := [key for key in given if key not in known]:
-        hint = now_called(unknown[0])
-        raise ConfigError(f"unknown key '{group}.{unknown[0]}'{hint}; known: {', '.join(known)}")
+        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
     for field in fields:
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in given:

@@ -79,7 +79,9 @@ def cores() -> int:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    """Without a GPU its generators are not looked for, which takes a thousandth of a second each time."""
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -234,8 +236,40 @@ def _is_quick(path: Path, name: str | None = None) -> bool:
     return names is not None and (name is None or not names or name in names)
 
 
+def _mark_beyond_corners(items: list[pytest.Item]) -> None:
+    """Mark as slow those of a product of parameters whose values all stand in others of it.
+
+    It is for functions marked `corners`. The first of a product runs always, then whichever has most values
+    that have not been seen, until none is left.
+    """
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("corners") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for product in products.values():
+        values = {item: _values(item) for item in product}
+        missing = set().union(*values.values())
+        while missing:
+            chosen = max(values, key=lambda item: len(missing & values[item]))
+            missing -= values.pop(chosen)
+        for item in values:
+            item.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
+    """What stands for the values of a test: one of each `parametrize` and of each fixture with parameters."""
+    params: dict[str, object] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [
+        [name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in marks
+    ]
+    groups += [[name] for name in params.keys() - {name for names in groups for name in names}]
+    return {(",".join(names), tuple(id(params[name]) for name in names)) for names in groups}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests; skip GPU tests, saying why, where there is no CUDA device."""
+    """Mark the quick tests, and slow ones; skip GPU tests, saying why, where there is no CUDA device."""
+    _mark_beyond_corners(items)
     for item in items:
         name = getattr(item, "originalname", item.name)
         if _is_quick(item.path, name) and not any(map(item.get_closest_marker, ("slow", "gpu"))):

@@ -24,6 +24,11 @@ from longtrain.decoding.tree import depths
 from longtrain.kernels.tree_attention.reference import masked_attention, visible_slots
 from longtrain.methods.longspec.config import Config as LongSpecConfig
 from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.targets.attention import NAME
+from longtrain.targets.config_file import eos_ids_of
+from longtrain.targets.info import check_supported
+from longtrain.targets.loading import describe
+from longtrain.targets.model import Target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import OutputRequest
 
@@ -182,6 +187,14 @@ def chi_square(
         counts.append(torch.stack([torch.bincount(column, minlength=bins) for column in ids.T]).double())
     one, two = counts
     return float(((one - two).square() / (one + two).clamp(min=1)).sum()), out.stats
+
+
+def target_from_model(model: Any, name: str = "in memory") -> Target:
+    """Route the attention of a CausalLM in memory through the hook; the model itself is changed."""
+    check_supported(model.config, name)
+    model.set_attn_implementation(NAME)
+    info = describe(model, tokenizer=None, name=name, eos_ids=eos_ids_of(model.config, None))
+    return Target(model, info)
 
 
 @contextmanager

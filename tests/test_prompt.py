@@ -121,7 +121,7 @@ def test_config_prints_what_is_resolved(run: Run) -> None:
         (["name=../x"], "name=../x; allowed: a name, or names with / between them, none of which is empty"),
         (["data.name=../d"], "data.name=../d; allowed: a name"),
         (["optim.lr=-1"], "optim.lr=-1; allowed: a number, above 0"),
-        (["method.window=0"], "method.window=0; allowed: 1 or more"),
+        (["method.window=0"], "method.window=0; allowed: a whole number, 1 or more"),
         (["decode.temperature=-1"], "decode.temperature=-1"),
         (["suite.batch=no"], "suite.batch=no"),
         (["job=[train,eval]"], "no artifact was exported under name=quickstart"),
@@ -286,6 +286,7 @@ def test_a_machine_without_a_gpu_is_told_before_work_and_a_target_may_be_fetched
     assert done == ["prepare", "train"]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("raised", ["itself", "as another error"])
 @pytest.mark.parametrize("job", ["train", "eval"])
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(

@@ -7,9 +7,8 @@ from typing import Literal
 
 import pytest
 
-from longtrain.data.config import PackingStage
 from longtrain.errors import ConfigError, ConfigFaults
-from longtrain.former_names import RENAMED, now_called, with_new_names
+from longtrain.former_names import with_new_names
 from longtrain.settings import (
     Count,
     Counts,
@@ -70,14 +69,6 @@ def test_all_wrong_values_of_a_group_are_told_together():
         "probe.share=2.0",
         "probe.mode=slow",
     ]
-
-
-def test_a_former_name_is_told_from_an_unknown_one():
-    for key, new in RENAMED.items():
-        assert now_called(f"group.{key}") == f"; it is called {new} now"
-    assert now_called("anything") == ""
-    with pytest.raises(ConfigError, match=r"unknown key 'data.row_tokens'; it is called sequence_tokens now"):
-        read(PackingStage, {"row_tokens": 512, "fraction": 1.0}, "data")
 
 
 def test_values_become_what_their_annotation_says() -> None:

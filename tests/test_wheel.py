@@ -90,7 +90,7 @@ def test_recipes_are_there_from_any_folder(python: Path, root: Path, tmp_path: P
     listed = call(python.parent / "longtrain", "recipes", cwd=tmp_path)
     for file in (root / "recipes").glob("*.yaml"):
         assert f"{file.stem} " in listed
-    assert "quickstart" in call(python.parent / "longtrain", "eval", "--help", cwd=tmp_path)
+    assert "recipes: longtrain recipes" in call(python.parent / "longtrain", "eval", "--help", cwd=tmp_path)
     shown = call(python, "-m", "longtrain", "train", "+recipe=quickstart", "--cfg", "job", cwd=tmp_path)
     assert "path: tiny" in shown
     assert not list(tmp_path.iterdir())

@@ -328,7 +328,7 @@ def _training(provenance: Json) -> str:
             source.get("id") or source.get("name") or "?",
             source.get("revision") or "",
             source.get("kind") or "",
-            source.get("license") or source.get("licence") or "not stated",
+            source.get("license") or "not stated",
         )
         for source in sources_of(provenance)
     ]
@@ -338,14 +338,8 @@ def _training(provenance: Json) -> str:
 
 
 def sources_of(provenance: Json) -> list[Json]:
-    """Return the data's sources as a list of mappings, from any version of the provenance's layout."""
-    data = provenance.get("data") or {}
-    found = data.get("sources", data)
-    if isinstance(found, Mapping):
-        found = [
-            {"name": key, **(value if isinstance(value, Mapping) else {})} for key, value in found.items()
-        ]
-    return [source for source in found or [] if isinstance(source, Mapping)]
+    """Return the sources of the data that a module was trained on."""
+    return (provenance.get("data") or {}).get("sources") or []
 
 
 def _plain(value: Any) -> str:

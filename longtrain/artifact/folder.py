@@ -49,7 +49,6 @@ from longtrain.assets import MANIFEST, artifact_kind
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import sealed, write_files
 from longtrain.folders import replaced_folder
-from longtrain.former_names import with_new_names
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch
@@ -195,7 +194,7 @@ class Artifact:
         check_copies(folder, manifest["files"])
         artifact = cls(
             method,
-            with_new_names(manifest["config"]),
+            manifest["config"],
             info,
             tensors,
             golden,

@@ -7,13 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from longtrain.errors import ArtifactError, ConfigError, first_line
 from longtrain.provenance import redact
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 REPO = r"[\w.-]+/[\w.-]+"
 SLUG = re.compile(rf"{REPO}-[0-9a-f]{{24}}")
@@ -38,7 +34,8 @@ def upload(
 ) -> str:
     """Create the repository if need be, upload the folder, and add it to a collection.
 
-    An interrupted upload continues where it was, because the Hub stores each completed file.
+    An interrupted upload continues where it was, because the Hub stores each completed file. What cannot
+    work is refused before, by `check_push`.
 
     Args:
         folder: folder of an artifact.
@@ -51,11 +48,11 @@ def upload(
         The URL of the commit.
 
     Raises:
-        ConfigError: see `check_push`.
         ArtifactError: the Hub refused or cannot be reached.
     """
-    check_push(repo, collection)
-    api = _api()
+    import huggingface_hub as hub
+
+    api = hub.HfApi(endpoint=endpoint(), library_name="longtrain")
     with _hub_errors(f"did not take {repo}", "what it has whole is kept; the same command goes on"):
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.upload_folder(
@@ -121,12 +118,6 @@ def download(repo: str, *, revision: str | None = None, patterns: Sequence[str],
 def endpoint() -> str:
     """Return the URL of the Hub (`HF_ENDPOINT`, if set)."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-
-def _api() -> HfApi:
-    import huggingface_hub as hub
-
-    return hub.HfApi(endpoint=endpoint(), library_name="longtrain")
 
 
 @contextmanager

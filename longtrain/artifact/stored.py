@@ -50,7 +50,7 @@ class _Stage:
 class _Data:
     """Keys of the training data that are checked when a manifest is read."""
 
-    sources: list[Any] | dict[str, Any] | None = None
+    sources: list[dict[str, Any]] | None = None
     stages: list[_Stage] | None = None
 
 

@@ -1,7 +1,6 @@
 """Timers of `longtrain bench`: wall time, CUDA events and peak memory.
 
-The measured work is a function without arguments (`timed`, `repeated`), or a function that is called with 0,
-1, 2, ... and uses another copy of its inputs each time (`cold`), so that they are not in a cache.
+The measured work is a function without arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -24,10 +22,6 @@ from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
-
-SCRATCH_BYTES, SCRATCH_WRITES = 2**29, 4
-"""Scratch memory written before short work: this empties the L2 cache, and keeps the GPU busy while the host
-queues the work, so that events do not measure the host."""
 
 
 @dataclass(frozen=True)
@@ -133,35 +127,6 @@ def rounds(most: int, *, least: int, seconds: float) -> Callable[[int], bool]:
     """Return a function: should iteration `i` run? `least` of them always, up to `most` if time allows."""
     start = time.perf_counter()
     return lambda i: i < least or (i < most and time.perf_counter() - start < seconds)
-
-
-def cold(
-    work: Callable[[int], object],
-    device: torch.device,
-    *,
-    warmup: int,
-    repeats: int,
-) -> dict[str, float]:
-    """Return the spread of the milliseconds of short work with cold caches.
-
-    Args:
-        work: called with 0, 1, 2, ..., to select another copy of its inputs each time.
-        device: the device it runs on.
-        warmup: calls not counted.
-        repeats: calls counted.
-    """
-    for i in range(warmup):
-        work(i)
-    cuda = device.type == "cuda"
-    scratch = torch.empty(SCRATCH_BYTES if cuda else 0, dtype=torch.int8, device=device)
-    watches = []
-    for i in range(repeats):
-        wait(device)
-        for _ in range(SCRATCH_WRITES if cuda else 0):
-            scratch.zero_()
-        watches.append(watched(partial(work, i), device))
-    wait(device)
-    return spread_of(watches)
 
 
 @contextmanager

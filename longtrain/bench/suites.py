@@ -112,19 +112,16 @@ class Context:
         """CUDA's name of the device, or `CPU`."""
         return torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
 
-    def random_target(
-        self, shape: str | Mapping[str, Any], *, dtype: str | None = None, fused: bool = True
-    ) -> Target:
+    def random_target(self, shape: str | Mapping[str, Any], *, dtype: str | None = None) -> Target:
         """Build a target with random weights on the device.
 
         Args:
             shape: a name of `targets.shapes.SHAPES`, or the keys of a `config.json`.
             dtype: dtype of its weights; None: `target.dtype`.
-            fused: use fused decoding layers on CUDA, as in generation.
         """
         keys = shape if isinstance(shape, str) else dict(shape)
         target = random_target(keys, seed=self.seed, dtype=dtype or self.dtype, device=self.device)
-        return target.fuse() if fused and self.cuda else target
+        return target.fuse() if self.cuda else target
 
     def load(self, name: str) -> Artifact:
         """Load an artifact by name or folder.

@@ -1,7 +1,8 @@
 """Time and peak memory of any method's training step, of the target's pass and of the module's step.
 
 A random target of a published shape reads random documents of equal length that fill the packed sequence.
-The target's pass is the method's, without its attention hook. If the module's step runs after the pass, it is
+The target's pass is the method's, without its attention hook; a plain one of the same sequence if the method
+runs the target on a cache instead (KVzap). If the module's step runs after the pass, it is
 also measured alone, on recorded outputs of the pass, to obtain its own memory peak. Passes and whole steps
 alternate, so that clock drift affects both.
 Shapes: T tokens of the packed sequence.
@@ -21,13 +22,15 @@ from longtrain import methods
 from longtrain.bench import clock, parts
 from longtrain.bench.clock import Timing, gib
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
+from longtrain.bench.words import WordTokens
+from longtrain.data.packing import packed_sequences
 from longtrain.data.packing.batch import Batch
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import MethodSpec, Objective
 from longtrain.settings import Count, CountOrZero, Lengths, Seconds, read
 from longtrain.targets.model import Target
-from longtrain.targets.step import PackedStep
+from longtrain.targets.step import OutputRequest, PackedStep, TargetStep
 
 log = get_logger(__name__)
 
@@ -123,12 +126,14 @@ class Trained:
 
 
 class RecordedTarget:
-    """Target whose packed pass can be recorded and replayed; everything else is the real target's."""
+    """Target whose packed pass can be recorded and replayed; everything else is the real target's, except the
+    tokenizer, which random weights lack.
+    """
 
     def __init__(self, target: Target) -> None:
         self.real = target
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """Arguments of the last pass."""
+        """Arguments of the last packed pass; None: the objective ran none."""
         self.recorded: PackedStep | None = None
         """Outputs returned instead of running a pass; None: a pass is run."""
 
@@ -141,17 +146,28 @@ class RecordedTarget:
         with parts.part(parts.TARGET):
             return self.recorded or self.real.packed(*args, **kwargs)
 
+    def forward(self, *args: Any, **kwargs: Any) -> TargetStep:
+        """See `Target.forward`."""
+        with parts.part(parts.TARGET):
+            return self.real.forward(*args, **kwargs)
+
+    def require_tokenizer(self) -> WordTokens:
+        """Return a stand-in for a tokenizer."""
+        return WordTokens(self.real.info.vocab_size)
+
     @torch.no_grad()
-    def again(self) -> PackedStep:
-        """Run the last pass again, without an attention hook."""
-        assert self.call is not None, "the objective runs no packed pass"
+    def again(self, batch: Batch) -> PackedStep:
+        """Run the last packed pass again, without an attention hook; a plain one if there was none."""
+        if self.call is None:
+            pos_T = packed_sequences.to_device(packed_sequences.positions(batch.bounds), self.real.device)
+            return self.real.packed(batch.ids_T, pos_T, batch.bounds, OutputRequest("none"))
         args, kwargs = self.call
         return self.real.packed(*args, **{key: value for key, value in kwargs.items() if key != "hook"})
 
     @property
     def is_watched(self) -> bool:
-        """True if the objective observes the target's pass while it runs."""
-        return self.call is not None and self.call[1].get("hook") is not None
+        """True if the objective observes the target's pass while it runs, or runs no packed pass."""
+        return self.call is None or self.call[1].get("hook") is not None
 
 
 def run(settings: TrainingSettings, context: Context) -> Iterator[Row]:
@@ -240,14 +256,14 @@ def _metrics(settings: TrainingSettings, trained: Trained, row: Row, seed: int) 
     }
     trained.step(batch)
     for _ in range(settings.warmup):
-        target.again()
+        target.again(batch)
         trained.step(batch)
     clock.release(device)
     going = clock.rounds(settings.repeats, least=settings.min_repeats, seconds=settings.seconds)
     passes: list[Timing] = []
     steps: list[Timing] = []
     while going(len(steps)):
-        passes.append(clock.timed(target.again, device))
+        passes.append(clock.timed(lambda: target.again(batch), device))
         steps.append(clock.timed(lambda: trained.step(batch), device))
     yield {"target": speeds(passes, length, before), "step": speeds(steps, length, before)}
     yield clock.versus(passes, steps)
@@ -256,7 +272,7 @@ def _metrics(settings: TrainingSettings, trained: Trained, row: Row, seed: int) 
     yield {"parts": found, "percent": {name: 100 * found[name]["share"] for name in names}}
     if target.is_watched:  # the module's step cannot be separated from the pass
         return
-    target.recorded = target.again()
+    target.recorded = target.again(batch)
     yield {"inputs": inputs(target.recorded, batch)}
     before = clock.allocated(device)
     alone = clock.repeated(

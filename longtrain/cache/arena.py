@@ -71,17 +71,12 @@ class ArenaCache(KVCache):
 
         Args:
             cache: committed, a `DenseCache`.
-            room: positions needed after its entries.
-
-        Raises:
-            ConfigError: the capacity is too small.
+            room: positions needed after its entries; they fit (`fits`).
         """
         assert isinstance(cache, DenseCache)
         # The store counts positions; what comes from elsewhere needs room for its entries only.
         self._used = cache.limit - cache.room_left() if cache is self.store else cache.used
         self._claimed, self._high = self._used + room, cache.used
-        if self._claimed > self.slots:
-            raise ConfigError(f"{self._claimed} positions for an arena of {self.slots}; make a larger one")
         if cache is not self.store:
             self.store.k_LBGSD[..., : cache.used, :] = cache.k_LBGSD[..., : cache.used, :]
             self.store.v_LBGSD[..., : cache.used, :] = cache.v_LBGSD[..., : cache.used, :]
@@ -220,15 +215,9 @@ class RaggedArena(KVCache):
         return alike and int(size_LBG.sum()) <= len(self._k_ND)
 
     def take(self, cache: KVCache, *, room: int) -> None:
-        """Copy the entries of a cache, with room for so many new ones of each head.
-
-        Raises:
-            ConfigError: the capacity is too small.
-        """
+        """Copy the entries of a cache that fits (`fits`), with room for so many new ones of each head."""
         tail, before_LBG, size_LBG = _parts(cache, room)
         self._claimed, self._room = int(size_LBG.sum()), room
-        if self._claimed > len(self._k_ND):
-            raise ConfigError(f"{self._claimed} entries for an arena of {len(self._k_ND)}; make a larger one")
         first_LBG = size_LBG.flatten().cumsum(0).view_as(size_LBG) - size_LBG
         device = self.len_B.device
         at_2LBG = torch.stack((first_LBG, before_LBG)).to(device, non_blocking=True)

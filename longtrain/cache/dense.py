@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree, depths
 from longtrain.cache.room import check_room
-from longtrain.errors import ConfigError, ConflictError, refusal
+from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.segments import by_sequence, end_to_end
@@ -53,7 +53,7 @@ class DenseCache(KVCache):
         windows: window of each layer, 0 for one that sees the whole text; empty: no layer has one.
 
     Raises:
-        ConfigError: a size is not positive, or there is too little memory (`NoRoomError`).
+        NoRoomError: there is too little memory.
     """
 
     def __init__(
@@ -69,12 +69,6 @@ class DenseCache(KVCache):
         dtype: torch.dtype,
         windows: Sequence[int] = (),
     ) -> None:
-        if min(batch, max_tokens) < 1 or max_nodes < 0:
-            raise refusal(
-                ConfigError,
-                f"cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}",
-                "at least 1 sequence, 1 token and 0 nodes",
-            )
         self.capacity = self.limit = max_tokens + max_nodes
         """Entries of a sequence that fit, and positions that it may have."""
         self.windows = tuple(windows) or (0,) * n_layers

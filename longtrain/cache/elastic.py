@@ -107,8 +107,7 @@ class ElasticCache(SelectedCache):
 
         Raises:
             ConflictError: entries are selected within the layers, so they cannot be loaded before them.
-            ConfigError: a layer does not exist, `memory_gib` is too small for the selected entries, or this
-                cache was allocated for another budget.
+            ConfigError: a layer does not exist, or `memory_gib` is too small for the selected entries.
         """
         if within_layers:
             raise ConflictError(
@@ -117,8 +116,6 @@ class ElasticCache(SelectedCache):
             )
         if budget == self._budget:
             return
-        if self._budget is not None:
-            raise ConfigError(f"cache=elastic was made for {self._budget} and is to read {budget}")
         L, B, G, S, E = self._shape
         check_layers(budget, L)
         near = budget.every - 1 + max(self._nodes, budget.every)
@@ -242,9 +239,6 @@ class ElasticCache(SelectedCache):
             self._new = (k_BGTD, v_BGTD)
             self._rows.write(layer, rows_BGTE, self._after(self.len_B, T))
         if sparse:
-            spare = self._slots_LBGJE.shape[3] - self._budget.rows - self._budget.every + 1
-            if spare < T:
-                raise ConfigError(f"a step of {T} tokens; this cache was made for {spare} or fewer")
             _, lists = self._new_places(T)
             move_entries(self._slots_LBGJE[layer : layer + 1], rows_BGTE[None], lists)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.layered import LayeredCache, last_entries
-from longtrain.errors import ConfigError, ConflictError, refusal
+from longtrain.errors import ConflictError
 from longtrain.kernels.attention.ragged import Segments, even_attention, ragged_attention, segments_of
 from longtrain.kernels.attention.split import lse_merge
 
@@ -135,7 +135,6 @@ def compact(
         nodes: those nodes, see `last_entries`.
 
     Raises:
-        ConfigError: `keep` does not fit the cache: wrong shape, no entry, or more entries than a prompt has.
         ConflictError: the cache is of a kind whose entries cannot be selected.
     """
     if not isinstance(cache, DenseCache):
@@ -143,21 +142,9 @@ def compact(
             f"entries of a {type(cache).__name__} cannot be evicted; use a plain cache, or leave eviction out"
         )
     n_LBG, device = keep.n_LBG, cache.len_B.device
-    _, B, G, _, D = cache.k_LBGSD.shape
+    _, B, _, _, D = cache.k_LBGSD.shape
     layers = [layer for layer, window in enumerate(cache.windows) if not window]
     L = len(layers)
-    if n_LBG.shape != (L, B, G) or len(lengths) != B:
-        raise ConfigError(
-            f"entries to keep for [layers, sequences, KV heads] = {list(n_LBG.shape)} and {len(lengths)} "
-            f"prompts; the cache has {[L, B, G]}"
-        )
-    most_B = torch.tensor(lengths)
-    if int(n_LBG.min()) < 1 or bool((n_LBG > most_B[:, None]).any()):
-        raise refusal(
-            ConfigError,
-            f"{int(n_LBG.min())} to {int(n_LBG.max())} entries kept of prompts of {list(lengths)} tokens",
-            "1 to the prompt's length in every layer and KV head",
-        )
     even = int(n_LBG.min()) == int(n_LBG.max())
     most = int(n_LBG.max()) if even else 0
     tail = DenseCache(n_layers=L, max_tokens=most + room, max_nodes=0, **cache.sizes)

@@ -355,13 +355,7 @@ class DraftView(KVCache):
         return self.cache.look(layer, q_BHTD, self.len_B, mask=mask, bits=self.bits, scale=scale)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Continue after the entries just written, all of them in every sequence (`n_B` is ignored).
-
-        Raises:
-            ConflictError: a path is given, but a draft on this cache is a chain.
-        """
-        if path_BP is not None:
-            raise ConflictError("a draft on a hierarchical cache goes on in a chain; pass path_BP=None")
+        """Continue a chain after the entries just written, all of them in every sequence."""
         self._drafted += self._tail
         self.len_B = self.cache.len_B + self._drafted
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import Causal, KVCache, Mask
+from longtrain.cache.base import KVCache, Mask
 from longtrain.errors import ConflictError
 from longtrain.kernels.attention.packed import packed_attention, packed_lse
 from longtrain.kernels.attention.segments import by_sequence, end_to_end
@@ -46,21 +46,18 @@ class PackedCapture(KVCache):
         Raises:
             ConflictError: the mask is not causal, or K and V of this layer were not written.
         """
-        self._check(layer, mask)
         return self._attend(q_BHTD, scale, None), None
 
     def attend_window(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
     ) -> tuple[Tensor, Tensor | None]:
         """See `KVCache`, and `attend`."""
-        self._check(layer, mask)
         return self._attend(q_BHTD, scale, window - 1), None
 
     def attend_lse(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
     ) -> tuple[Tensor, Tensor]:
         """See `KVCache`."""
-        self._check(layer, mask)
         assert self._now is not None
         before = window - 1 if window else None
         lse_TH = packed_lse(
@@ -75,14 +72,6 @@ class PackedCapture(KVCache):
         q_THD = end_to_end(q_BHTD)
         out_THD = packed_attention(q_THD, k_TGD, v_TGD, self.bounds, self.bounds, scale=scale, window=before)
         return by_sequence(out_THD, 1)
-
-    def _check(self, layer: int, mask: Mask) -> None:
-        """Refuse a mask that is not causal, and a layer whose K and V were not written."""
-        if not isinstance(mask, Causal) or self._now is None or self._now[0] != layer:
-            raise ConflictError(
-                f"a packed sequence attends causally after its K and V were written; got {mask} at layer "
-                f"{layer}"
-            )
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Refused: a packed sequence has no prefix.

@@ -15,8 +15,7 @@ from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.cache.layered import LayeredCache
 from longtrain.cache.window import WindowCache
-from longtrain.errors import ConflictError
-from longtrain.kernels.tree_attention import CAUSAL, Causal
+from longtrain.kernels.tree_attention import CAUSAL
 
 
 def new_quantised(
@@ -94,8 +93,8 @@ class LayeredDraftView(KVCache):
     def attend_window(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int
     ) -> tuple[Tensor, Tensor | None]:
-        """See `KVCache`; raises as `_chain` does."""
-        before, whole_BHTD = self._chain(layer, q_BHTD, mask)
+        """See `KVCache`."""
+        before, whole_BHTD = self._chain(layer, q_BHTD)
         at = self._at[layer]
         out, lse = self._near.attend_window(at, whole_BHTD, mask=CAUSAL, scale=scale, window=window)
         return out[:, :, before:], None if lse is None else lse[:, :, before:]
@@ -103,25 +102,20 @@ class LayeredDraftView(KVCache):
     def attend_lse(
         self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float, window: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """See `KVCache`; raises as `_chain` does."""
+        """See `KVCache`."""
         if not window:
             return self._full.attend_lse(self._at[layer], q_BHTD, mask=mask, scale=scale)
-        before, whole_BHTD = self._chain(layer, q_BHTD, mask)
+        before, whole_BHTD = self._chain(layer, q_BHTD)
         at = self._at[layer]
         out, lse = self._near.attend_lse(at, whole_BHTD, mask=CAUSAL, scale=scale, window=window)
         return out[:, :, before:], lse[:, :, before:]
 
-    def _chain(self, layer: int, q_BHTD: Tensor, mask: Mask) -> tuple[int, Tensor]:
+    def _chain(self, layer: int, q_BHTD: Tensor) -> tuple[int, Tensor]:
         """Put zeros in the place of the queries of earlier drafted tokens, whose outputs are dropped.
 
         Returns:
             the number of these tokens, and the queries of all drafted tokens.
-
-        Raises:
-            ConflictError: a mask that is no chain's.
         """
-        if not isinstance(mask, Causal):
-            raise ConflictError(f"a draft on a hierarchical cache is a chain; got {type(mask).__name__}")
         B, H, T, D = q_BHTD.shape
         before = self._drafted[layer][0].shape[2] - T
         return before, torch.cat((q_BHTD.new_zeros(B, H, before, D), q_BHTD), 2)

@@ -9,9 +9,9 @@ GENERATIONS = 3
 """Largest number of checkpoints on the disk: the last two, and the one being written."""
 
 
-def checkpoint_bytes(trained: int) -> int:
-    """Return the bytes of a checkpoint: the trained weights in fp32 and Adam's two moments."""
-    return 12 * trained
+def checkpoint_bytes(trained: int, moments: int) -> int:
+    """Return the bytes of a checkpoint: the trained weights and the optimizer's moments, in fp32."""
+    return 4 * (trained + moments)
 
 
 def data_bytes(tokens: int, vocab_size: int) -> int:

@@ -122,6 +122,7 @@ def held(
     tied: bool = False,
     itemsize: int = 2,
     trained: int = 0,
+    moments: int = 0,
     layers: bool = True,
 ) -> Footprint:
     """Return the memory that a rank holds.
@@ -132,12 +133,13 @@ def held(
         tied: True if the target's LM head is its embedding.
         itemsize: bytes of a number of the target.
         trained: number of trained weights.
+        moments: numbers in the optimizer's state (`Optim.moments`).
         layers: True: the target's layers are loaded; False: all features are stored.
     """
     layer = size.weights // size.n_layers * itemsize if size is not None and layers else 0
     deep = 0 if size is None else size.n_layers
     ends = 0 if size is None else (target_parameters(size, tied=tied) - size.weights) * itemsize
-    on_gpu, on_host = optimizer_bytes(trained, layout)
+    on_gpu, on_host = optimizer_bytes(trained, moments, layout)
     return Footprint(
         target=ends + (layer * deep // layout.devices if layout.shard else layer * deep),
         gathered=min(GATHERED, deep) * layer if layout.shard else 0,
@@ -149,12 +151,13 @@ def held(
     )
 
 
-def optimizer_bytes(trained: int, layout: Spread) -> tuple[int, int]:
+def optimizer_bytes(trained: int, moments: int, layout: Spread) -> tuple[int, int]:
     """Return the bytes of optimizer state on a rank's GPU, and in host memory.
 
-    This includes Adam's two moments, ZeRO's fp32 weights, and with offload the gradients and their copy.
+    This includes the moments, ZeRO's fp32 weights, and with offload the gradients and their copy.
     """
-    state, share = 4 * trained * (3 if layout.zero else 2), layout.ranks if layout.zero else 1
+    state = 4 * (moments + (trained if layout.zero else 0))
+    share = layout.ranks if layout.zero else 1
     if layout.offload:
         return 0, (state + 8 * trained) // share
     return state // share, 0

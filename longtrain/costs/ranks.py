@@ -58,6 +58,7 @@ class Job:
         tied: True if its LM head is its embedding.
         itemsize: bytes of a number of the target.
         trained: number of trained weights.
+        moments: numbers in the optimizer's state.
         row: the packed sequence.
         step: cost of the module's step on it.
         offline: True if all features are stored, and the target's layers are not loaded.
@@ -67,6 +68,7 @@ class Job:
     tied: bool
     itemsize: int
     trained: int
+    moments: int
     row: PackedSequence
     step: StepCost
     offline: bool = False
@@ -84,6 +86,7 @@ class Job:
             tied=self.tied,
             itemsize=self.itemsize,
             trained=self.trained,
+            moments=self.moments,
             layers=not self.offline,
         )
 
@@ -179,7 +182,7 @@ class StepTime:
         module: the module's steps.
         gather: waiting for gathered layers, as far as not overlapped with the passes.
         reduce: communication of gradients and, with ZeRO, of weights.
-        optimizer: clipping and AdamW.
+        optimizer: clipping and AdamW, for Muon too.
         host: what micro-batches and layers take beside the rest.
         step: the whole step.
     """

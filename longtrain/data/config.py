@@ -24,6 +24,9 @@ from longtrain.settings import (
 Listed = Annotated[
     list[Any], Words("a list of stages: [{fraction: 1, sequence_tokens: 4096, doc_tokens: 4096}]")
 ]
+NO_STAGES = (
+    "data.stages is empty; give e.g. data.stages=[{fraction: 1, sequence_tokens: 4096, doc_tokens: 4096}]"
+)
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
 FREE_KEYS = (
     "text",
@@ -270,6 +273,4 @@ class DataConfig:
             values.pop(key)
         for key in ("answer_batch", "answer_batch_tokens"):
             values.pop(key)
-        if self.on_error == "error":  # data prepared before this key existed stays current
-            del values["on_error"]
         return values

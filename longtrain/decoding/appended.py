@@ -31,7 +31,6 @@ def read_after(
     *,
     hidden: tuple[int, ...] = (),
     hook: AttentionHook | None = None,
-    most: int | None = None,
 ) -> tuple[TargetStep, int]:
     """Append tokens to the cache and commit them.
 
@@ -46,7 +45,6 @@ def read_after(
         lengths: tokens of each sequence, none 0.
         hidden: layers whose outputs are returned.
         hook: hook that gets the tokens of all steps at once, right-padded.
-        most: most tokens of a step; None: as many as the cache allows.
 
     Returns:
         logits of each sequence's last token [B, 1, V], hidden states [B, T, E], and the number of forwards.
@@ -58,7 +56,7 @@ def read_after(
     states: dict[int, Tensor] = {}
     seen = HookBuffer(hook, B, T) if hook else None
     while read != list(lengths):
-        left = [min(n - done, most or n) for n, done in zip(lengths, read, strict=True)]
+        left = [n - done for n, done in zip(lengths, read, strict=True)]
         counts = tokens_of_next_step(cache, left)
         first_B, n_B = torch.tensor([read, counts], device=device)
         at_BC = first_B[:, None] + torch.arange(max(counts), device=device)

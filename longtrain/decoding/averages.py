@@ -114,15 +114,14 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.starts_s: deque[float] = deque(maxlen=5)
-        """Latest seconds that a draft's start took for each token of a prompt."""
-        self.present_start_s = 0.0
-        """Seconds that the draft's start takes with the prompts of the present call; 0: not known."""
+        self.starts = 0
+        """Starts of a draft with its prompts that were measured so far."""
         self.count = 0
         """Cycles measured so far."""
         self.budget = LossBudget()
         """What all calls together have lost and may still risk."""
         self._past: dict[Hashable, tuple[LossBudget, Acceptance]] = {}
+        self._starts: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by octave
         self._times: dict[tuple[Hashable, TreeShape, int], deque[float]] = {}
 
     def learn(self, kind: Hashable, shape: TreeShape, length: int, seconds: float) -> None:
@@ -145,10 +144,21 @@ class Costs:
                 return median_low(times)
         return None
 
-    @property
-    def start_s(self) -> float | None:
-        """Median of a start's latest times, for each token of a prompt; None: fewer than `TIMES`."""
-        return median_low(self.starts_s) if len(self.starts_s) >= TIMES else None
+    def learn_start(self, tokens: int, seconds: float) -> None:
+        """Add the time of a draft's start with prompts of so many tokens together."""
+        self.starts += 1
+        self._starts.setdefault(octave_of(tokens), deque(maxlen=5)).append((tokens, seconds))
+
+    def start_s(self, tokens: int) -> float | None:
+        """Most seconds of a start with so many tokens; None: fewer than `TIMES` starts were measured.
+
+        A start with more tokens takes no less, and at most as many times as long as it has more tokens: part
+        of it does not depend on them. The closest of these bounds counts.
+        """
+        if self.starts < TIMES:
+            return None
+        known = (one for starts in self._starts.values() for one in starts)
+        return min(seconds * max(1.0, tokens / fewer) for fewer, seconds in known)
 
     def past(self, kind: Hashable) -> tuple[LossBudget, Acceptance]:
         """What earlier calls of a kind have left for later ones: their budget and acceptance."""

@@ -265,6 +265,10 @@ class ShapeCycles:
         self._drop_unsound()
         return stopwatch
 
+    def forget_drafts(self) -> None:
+        """Make cycles with a draft anew: another one takes its place."""
+        self._made = {key: one for key, one in self._made.items() if not key[1]}
+
     def _drop_unsound(self) -> None:
         """Drop graphs that were recorded over a draft's old buffers."""
         self._made = {key: one for key, one in self._made.items() if one.sound}

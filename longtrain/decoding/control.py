@@ -8,7 +8,7 @@ against plain decoding is counted, and a shape is only tried if the call can aff
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -23,9 +23,6 @@ from longtrain.decoding.averages import (
     octave_of,
     work_of,
 )
-from longtrain.decoding.captured import ShapeCycles, Stopwatch
-from longtrain.decoding.decode_step import CycleState
-from longtrain.decoding.output import Output, TokenTransfer
 from longtrain.decoding.roles import ChildChoice, Draft, TreeShape, completed, usual_children
 from longtrain.errors import ConfigError
 
@@ -35,7 +32,8 @@ CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
 LEVEL_COST = 0.25
 """Expected cost of a level of drafts, as a share of a plain cycle, before any shape was measured."""
 STARTED = 8
-"""Cycles without accepted drafts that must be affordable after the draft's start, or it would be in vain."""
+"""Cycles without accepted drafts that must be affordable after the draft's start, or it would be in vain, and
+those after which it is, as long as it is not known what it costs in plain cycles."""
 REFRESH = 512
 """Measured cycles between two new measurements of the plain cycle, where drafting is always chosen."""
 
@@ -80,6 +78,13 @@ def cheapest_first(shape: TreeShape) -> tuple[int, bool, int, Widths]:
     return work_of(shape), bool(shape.widths), shape.n_nodes, shape.widths
 
 
+class _Chosen(NamedTuple):
+    """A chosen cycle: seconds that it may lose, and the kind of its time."""
+
+    risk_s: float
+    kind: Hashable
+
+
 class Control:
     """Chooses the shape of every cycle of one call of `Engine.generate`.
 
@@ -88,17 +93,16 @@ class Control:
     best, it is tried and so measured. Budget, times and acceptance are those of all calls of this kind.
 
     A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
-    out of plain cycles, where this costs more than the call can afford, or, once, after `MEMORY` more plain
+    out of plain cycles, where this costs more than the call can afford, or, once, after `STARTED` more plain
     cycles than others without knowing what it costs. A paused draft that can start from a text alone is
-    restarted for its next trial; any other stays paused to the end of the call. A call begins with the draft
-    paused where its start would not pay (`starts`).
+    restarted for its next trial; of any other only look-up joined to it may return in this call. A call
+    begins with the draft paused where its start would not pay (`starts`).
 
     Args:
         shapes: smallest first; the first one is plain decoding.
         costs: measured times; kept from call to call.
         kind: what these cycles' times depend on beside shape and length, for `costs`.
         restarts: True for a draft that can be restarted (`Draft.begins_anew`).
-        paused: True if the draft has not been started yet.
         growth: (tokens of a pass of the target, length) -> its time over that of a pass over one token, as
             expected before it is measured: with experts, a longer draft makes verification read more weights.
 
@@ -113,25 +117,25 @@ class Control:
         kind: Hashable = (),
         *,
         restarts: bool = True,
-        paused: bool = False,
         growth: Callable[[int, int], float] = lambda tokens, length: 1.0,
     ) -> None:
         self._growth_of = growth
         self._growth: list[float] = []  # of each shape's verification, in this octave of lengths
-        self.shapes, self.costs, self.kind, self.restarts = tuple(shapes), costs, kind, restarts
+        self.costs, self.kind, self.restarts = costs, kind, restarts
         self.budget, past = costs.past(kind)
         self.acceptance = Acceptance(past)
-        self._risks = deque[float]()  # of the cycles whose results have not arrived
-        self.paused = paused
+        self._sent = deque[_Chosen]()  # the cycles whose results have not arrived
+        self.paused = False
         """True if the draft is left out of the cycle that was chosen last."""
-        self._levels = [levels(shape) for shape in self.shapes]
         self._known: list[float | None] = []  # seconds of each shape; the first: plain, the draft not paused
         self._alone_s: float | None = None  # seconds of a plain cycle with the draft paused
-        self._octave = -1
-        self._plain_run = 0  # plain cycles in a row
+        self._drafts = True  # False: with look-up alone
+        self._offer(shapes)
+        self._plain_run = 0  # plain cycles in a row, or since the draft was paused
         self._in_vain = 0  # plain cycles with the draft not paused, less those that drafted
         self._planned = 0  # most new tokens of a sequence of this call
-        self._restart_s: float | None = None  # of the draft's start with these texts; None: not known
+        self._start_s = 0.0  # of the draft's start with the prompts; 0: not known
+        self._restart_s: float | None = None  # of a restart of what decodes this call; None: not known
 
     @property
     def free(self) -> bool:
@@ -160,15 +164,28 @@ class Control:
         """
         self._planned = planned
         self._look_up(length)
-        start_s, plain_s = self.costs.start_s, self._plain_s
+        start_s, plain_s = self.costs.start_s(prompt_tokens), self._plain_s
         if start_s is None:
             return True
-        start_s *= prompt_tokens
-        self._restart_s = self.costs.present_start_s = start_s
+        self._restart_s = self._start_s = start_s
         if plain_s is None:  # what such a call may bring in is not known
             return self.costs.budget.affords(start_s)
         best = self._best(planned, plain_s, start_s)
         return best > 0 and (self.restarts or bool(self.shapes[best].widths))  # look-up alone needs no draft
+
+    def leave_out(self) -> bool:
+        """Leave a draft that cannot be restarted out of the rest of the call.
+
+        Returns:
+            True if look-up alone takes its place, which can be started at any time.
+        """
+        alone = [shape for shape in self.shapes if not shape.widths]
+        self._restart_s = None
+        self.restarts = len(alone) > 1
+        if self.restarts:
+            self._drafts = False
+            self._offer(alone)
+        return self.restarts
 
     def learn_start(self, seconds: float, prompt_tokens: int) -> None:
         """Add the time that the draft's start took with the prompts: lost, as it could have been left out.
@@ -176,10 +193,10 @@ class Control:
         The first two of an engine do not count: there is compilation in the first, and what the second takes
         could not be known.
         """
-        self.costs.starts_s.append(seconds / prompt_tokens)
-        if len(self.costs.starts_s) > 1:
+        self.costs.learn_start(prompt_tokens, seconds)
+        if self.costs.starts > 1:
             self._restart_s = seconds
-        if len(self.costs.starts_s) > TIMES:
+        if self.costs.starts > TIMES:
             self.budget.lose(seconds)
 
     def choose(self, *, length: int, left: int) -> TreeShape:
@@ -191,7 +208,7 @@ class Control:
         """
         if not self.free:
             return self.shapes[0]
-        best, plain_s = 0, None
+        best, plain_s, pauses = 0, None, False
         self._planned = max(self._planned, left)
         # choosing takes host time: seldom while paused
         if not self.paused or self._plain_run % MEMORY == 0 or self._plain_run == TIMES + 1:
@@ -201,10 +218,14 @@ class Control:
             if plain_s is not None and not measures and (self.restarts or not self.paused):
                 restart_s = plain_s if self._restart_s is None else self._restart_s
                 best = self._best(left, plain_s, restart_s if self.paused else 0.0)
-            self.paused = not best and (self.paused or (not measures and self._pauses(left)))
-        self._plain_run = 0 if best else self._plain_run + 1
+            pauses = not best and not self.paused and not measures and self._pauses(left)
+            self.paused = pauses or (self.paused and not best)
+            if pauses and not self.restarts:
+                self.leave_out()
+        self._plain_run = 0 if best or pauses else self._plain_run + 1  # the first ones after it are timed
         self._in_vain = max(0, self._in_vain - 1) if best else self._in_vain + 1
-        self._risks.append(max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0)
+        risk_s = max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0
+        self._sent.append(_Chosen(risk_s, self._kind(paused=self.paused)))
         return self.shapes[best]
 
     def learn(
@@ -231,25 +252,23 @@ class Control:
             return
         if accepted:
             self.acceptance.learn(shape, accepted)
+        kind = self._sent.popleft().kind if self._sent else self._kind(paused=paused)
         if seconds is not None:
-            kind = (self.kind, "alone") if paused else self.kind
             self.costs.learn(kind, shape, length, seconds)
-            if self._octave == octave_of(length):
+            if self._octave == octave_of(length) and kind == self._kind(paused=paused):
                 cost = self.costs.of(kind, shape, length)
                 if paused:
                     self._alone_s = cost
                 else:
-                    self._known[self.shapes.index(shape)] = cost
+                    self._known[self.shapes.index(shape)] = self._known_s(shape, length)
                 seconds = cost or seconds
         tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
         if restart_s is not None:
             self._restart_s = restart_s
             self.budget.lose(restart_s)
-        if self._risks:
-            self._risks.popleft()
         if (plain_s := self._plain_s) is not None:
             # without the draft a cycle is plain decoding, which loses nothing, however long it took
-            self.budget.add(tokens, None if paused else seconds, plain_s, start_s=self.costs.present_start_s)
+            self.budget.add(tokens, None if paused else seconds, plain_s, start_s=self._start_s)
 
     @property
     def _plain_s(self) -> float | None:
@@ -275,7 +294,7 @@ class Control:
             trials = TIMES if self._known[i] is None else 1  # number of them before its time is known
             risked = STARTED if before_s else trials
             risk_s = before_s + risked * (seconds - plain_s)
-            risk_s += sum(self._risks) if risk_s > 0 else 0.0
+            risk_s += sum(one.risk_s for one in self._sent) if risk_s > 0 else 0.0
             if total_s < least_s and self._affords(risk_s, plain_s):
                 best, least_s = i, total_s
         return best
@@ -287,8 +306,8 @@ class Control:
             return False
         if alone_s is None:
             # Measure it: by a pause, in the last cycles, which need no draft any more, or, as the loss is not
-            # known before, where the draft has long brought nothing.
-            return self.restarts or left <= TIMES + 1 or self._in_vain > MEMORY
+            # known before and answers may be short, where the draft has brought nothing for a while.
+            return self.restarts or left <= TIMES + 1 or self._in_vain > STARTED
         cycles = MEMORY if self.restarts else TIMES  # one that cannot come back stays while anything is left
         return not self._affords(cycles * (with_draft_s - alone_s), alone_s)
 
@@ -296,14 +315,29 @@ class Control:
         """True if the budget allows to lose this, the tokens that this call plans counted in advance."""
         return self.budget.affords(risk_s, plain_s * min(self._planned, RESERVE))
 
+    def _offer(self, shapes: Sequence[TreeShape]) -> None:
+        """Choose among these shapes from now on."""
+        self.shapes = tuple(shapes)
+        self._levels = [levels(shape) for shape in self.shapes]
+        self._octave = -1  # their times are not read yet
+
     def _look_up(self, length: int) -> None:
         """Read the times of all shapes in a new octave of lengths; `learn` updates them within one."""
         octave = octave_of(length)
         if self._octave != octave:
-            self._known = [self.costs.of(self.kind, shape, length) for shape in self.shapes]
-            self._alone_s = self.costs.of((self.kind, "alone"), self.shapes[0], length)
+            self._known = [self._known_s(shape, length) for shape in self.shapes]
+            self._alone_s = self.costs.of(self._kind(paused=True), self.shapes[0], length)
             self._growth = [self._growth_of(shape.n_nodes, length) for shape in self.shapes]
             self._octave = octave
+
+    def _kind(self, *, paused: bool) -> Hashable:
+        """What a cycle's time depends on beside shape and length: the drafts that hear of its tokens too."""
+        return (self.kind, "alone") if paused else self.kind if self._drafts else (self.kind, "look-up")
+
+    def _known_s(self, shape: TreeShape, length: int) -> float | None:
+        """Measured seconds of a shape; of look-up alone until then those beside the draft, which are more."""
+        own = self.costs.of(self._kind(paused=False), shape, length)
+        return self.costs.of(self.kind, shape, length) if own is None and shape.depth else own
 
     def _seconds(self, i: int, plain_s: float) -> float:
         """Seconds of a shape: measured; or the expected time of its verification, and of its levels by the
@@ -323,73 +357,3 @@ class Control:
             _, near, cost = min(others)
             level_s = max(0.0, cost) / near
         return verify_s[i] + work * level_s
-
-
-class _Sent(NamedTuple):
-    """A cycle whose tokens have not arrived: its shape and time, and the pause of the draft."""
-
-    shape: TreeShape
-    stopwatch: Stopwatch | None
-    paused: bool
-    restart: Stopwatch | None
-
-
-def run_cycles(
-    cycles: ShapeCycles,
-    control: Control,
-    out: Output,
-    texts: CycleState,
-    restart: Callable[[], None],
-    *,
-    before: int,
-    late: int,
-) -> Counter[TreeShape]:
-    """Run cycles until every sequence is over.
-
-    Args:
-        cycles: cycles of the shapes that `control` chooses.
-        control: gets a cycle's results when its tokens arrive.
-        out: collects the tokens.
-        texts: state of the sequences; each is closed as it ends.
-        restart: starts the draft with the sequences as they are in `out`.
-        before: tokens of the longest prompt.
-        late: number of cycles that may be launched before the tokens of an earlier one are read.
-
-    Returns:
-        the number of cycles of each shape.
-    """
-    used: Counter[TreeShape] = Counter()
-    transfer, sent = TokenTransfer(late), deque[_Sent]()
-    most = out.ending.max_new_tokens
-    length = 0
-
-    def take_in(*, rest: bool) -> None:
-        for emitted in transfer.arrived(rest=rest):
-            one = sent.popleft()
-            accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
-            seconds, restart_s = (
-                watch.seconds() if watch else None for watch in (one.stopwatch, one.restart)
-            )
-            control.learn(
-                one.shape, accepted, length=length, seconds=seconds, paused=one.paused, restart_s=restart_s
-            )
-            texts.close(out.take(emitted, one.shape))
-
-    def restart_with_all() -> None:
-        take_in(rest=True)  # a restart needs the tokens that are still on their way
-        restart()
-
-    while not out.done:
-        lengths, was_paused = out.lengths(), control.paused
-        length = before + max(lengths)
-        if used.total() < most - 1:  # each cycle gives every sequence at least one token
-            shape = control.choose(length=length, left=most - min(lengths))
-            restarted = cycles.between(restart_with_all) if was_paused and not control.paused else None
-            if out.done:
-                break
-            news_BX, stopwatch = cycles.run(shape, timed=control.times, drafts=not control.paused)
-            transfer.send(news_BX)
-            sent.append(_Sent(shape, stopwatch, control.paused, restarted))
-            used[shape] += 1
-        take_in(rest=used.total() == most - 1)
-    return used

@@ -27,11 +27,11 @@ from longtrain.decoding.captured import (
     Stopwatch,
     can_capture,
 )
-from longtrain.decoding.control import Control, ShapeChoice, run_cycles
+from longtrain.decoding.control import Control, ShapeChoice
 from longtrain.decoding.decode_step import CycleState, DecodeStep
 from longtrain.decoding.evict import Keep, goes_on
 from longtrain.decoding.limits import Limits, cannot_gain
-from longtrain.decoding.output import Ending, Output, Stream
+from longtrain.decoding.output import Ending, Output, Stream, run_cycles
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.retrieval.selector import new_selected_cache
 from longtrain.decoding.roles import Draft, Parts, TreeShape, attention_observer, completed
@@ -188,13 +188,11 @@ class Engine:
         growth = partial(pass_growth, Sizes.of(target.info), len(prompts))
         restarts = bool(getattr(draft, "begins_anew", False))
         control = Control(shapes, self.costs, kind, restarts=restarts, growth=growth)
-        if draft and len(shapes) > 1:
+        if draft and control.free:
             control.paused = not control.starts(read_tokens, length=before, planned=max_new_tokens)
             if hopeless or (control.paused and not restarts):  # it would have to start now
-                draft = getattr(draft, "alone", None)
-                shapes = tuple(one for one in shapes if not one.widths) if draft else shapes
-                left = {"restarts": draft is not None, "paused": draft is None}
-                control = Control(shapes, self.costs, kind, growth=growth, **left)
+                control.paused = not control.leave_out()
+                draft = None if control.paused else getattr(draft, "alone", None)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
@@ -218,10 +216,11 @@ class Engine:
         def start(tokens_BS: Tensor, n_B: Tensor, step: TargetStep) -> None:
             assert draft is not None
             draft.start(tokens_BS, n_B, step, cache)
-            if len(shapes) > 1 and (reserve := getattr(draft, "reserve", None)):
-                reserve(max(one.n_expanded for one in shapes))  # or graphs of smaller shapes would not last
+            if control.free and (reserve := getattr(draft, "reserve", None)):
+                # for the largest shape at once, or graphs of smaller ones would not last
+                reserve(max(one.n_expanded for one in control.shapes))
 
-        watch: Stopwatch | None = None
+        watch, started = None, draft
         if draft and not control.paused:
             watch = Stopwatch(target.device)
             start(read.tokens_BS, read.n_B, read.step)
@@ -249,12 +248,16 @@ class Engine:
             return buffers.cycles(decode_step, (one, type(own), _constants(sampling, min_new)))
 
         def restart() -> None:
+            nonlocal draft
+            if draft is self.parts.draft and not restarts:  # look-up alone takes its place
+                draft = getattr(draft, "alone", None)
+                cycles.forget_drafts()
             heads = zip(prompts, after or [()] * len(prompts), out.tokens, strict=True)
             whole = [[*prompt, *more, *new[:-1]] for prompt, more, new in heads]
             start(*pad(whole, target.device), TargetStep(None, {}))
 
         cycles = ShapeCycles(cycles_of, target.device)
-        if watch is not None and len(shapes) > 1 and draft is self.parts.draft:
+        if watch is not None and control.free and draft is self.parts.draft:
             control.learn_start(watch.seconds(), read_tokens)
         late = int(buffers is not None)
         used = run_cycles(cycles, control, out, texts, restart, before=before, late=late)
@@ -270,7 +273,7 @@ class Engine:
             capture_s=cycles.capture_s,
             cache_bytes=cache.bytes(),
             cache_bytes_full=read.full_bytes if evictor else cache.bytes(),
-            draft_bytes=draft.bytes() if draft else 0,
+            draft_bytes=started.bytes() if started else 0,
             target_forwards=read.forwards + sum(used.values()),
             shapes=counted(used),
         )
@@ -298,8 +301,8 @@ class Engine:
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
         else:
             shapes = (completed(asked or (CHAIN if draft else PLAIN), draft),)
-        if isinstance(asked, ShapeChoice) and not asked.widths:  # shapes beyond the limits were not requested
-            shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
+        if isinstance(asked, ShapeChoice) and not asked.widths:  # nobody asked for one of these shapes
+            shapes = self.limits.served(shapes, draft)
         for shape in shapes:
             self.limits.check_shape(shape, draft)
             if shape.depth and self.parts.selector is not None and self.parts.selector.budget.every == 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtrain.cache.evicted import compact
 from longtrain.decoding.sampling import HashRng, Sampling, next_token
-from longtrain.errors import ConfigError, ConflictError, refusal
+from longtrain.errors import ConfigError, refusal
 from longtrain.targets.attention import AttentionHook
 from longtrain.targets.step import OutputRequest, TokenBatch
 
@@ -234,7 +234,6 @@ class PromptRun:
             sampling: logits processors; None: greedy.
 
         Raises:
-            ConflictError: an answer is to be sampled, and there are no logits of the first token.
             ConfigError: the cache has no room for so many tokens (`Evictor.extra_tokens`).
         """
         cache: KVCache = self.cache
@@ -246,8 +245,7 @@ class PromptRun:
         rng = HashRng(sampling.seed, torch.tensor(list(ids), dtype=torch.int64, device=self.n_B.device))
         first_B = self.root_B
         if not sampling.greedy:
-            if self.logits_BV is None:
-                raise ConflictError("an answer is sampled from logits, and this run has none; pass logits_BV")
+            assert self.logits_BV is not None
             first_B = next_token(self.logits_BV, sampling, rng, self.n_B)
         steps_BT, pos_B = [first_B], self.n_B.clone()
         one_B = torch.ones_like(pos_B)

@@ -266,8 +266,8 @@ def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
     for width in shape.widths if shape.children is ChildChoice.POINT else ():
         if above * vocab_size < width:
             raise ConfigError(
-                f"a tree level of {width} nodes; a vocabulary of {vocab_size} allows "
-                f"{above * vocab_size} here"
+                f"a level of {width} nodes in shape {list(shape.widths)}; a vocabulary of {vocab_size} "
+                f"tokens allows {above * vocab_size} there; narrow decode.shape, or in decode.menu that shape"
             )
         above = width
 

@@ -61,6 +61,25 @@ class Limits:
         if shape.depth and (own_check := getattr(draft, "check_shape", None)) is not None:
             own_check(shape)
 
+    def served(self, shapes: Sequence[TreeShape], draft: Draft | None) -> tuple[TreeShape, ...]:
+        """Return the shapes within these limits that a draft takes, of those that it offers by itself: a
+        level may be wider than its vocabulary allows, or a tree deeper than its window.
+
+        Raises:
+            ConfigError: the draft takes none of those that fit.
+        """
+        fit = [one for one in shapes if one.n_nodes <= self.nodes]
+        taken, refusals = [], []
+        for shape in fit:
+            try:
+                self.check_shape(shape, draft)
+                taken.append(shape)
+            except ConfigError as refused:
+                refusals.append(refused)
+        if refusals and not any(shape.widths for shape in taken):
+            raise refusals[0]
+        return tuple(taken)
+
     def check_prompts(
         self,
         prompts: Sequence[Sequence[int]],

@@ -1,14 +1,14 @@
-"""Output of decoding on the host: the way of new tokens to it, end conditions, and a record of each cycle.
+"""Cycles as the host sees them: the way of their tokens to it, end conditions, and a record of each cycle.
 
 Shapes: B batch, X numbers of a cycle.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from longtrain.decoding.decode_step import COPIED
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, refusal
+
+if TYPE_CHECKING:
+    from longtrain.decoding.captured import ShapeCycles, Stopwatch
+    from longtrain.decoding.control import Control
+    from longtrain.decoding.decode_step import CycleState
 
 Stream: TypeAlias = Callable[[int, list[int], list[bool]], None]
 """Called for new tokens of a sequence with (index of the sequence, tokens, flags of the drafted ones)."""
@@ -239,3 +244,73 @@ class TokenTransfer:
         """Yield the numbers of each sequence as `DecodeStep.news_BX` has them, of the same cycles."""
         while len(self._sent) > (0 if rest else self._late):
             yield self._sent.popleft()()
+
+
+class _Sent(NamedTuple):
+    """A cycle whose tokens have not arrived: its shape and time, and the pause of the draft."""
+
+    shape: TreeShape
+    stopwatch: Stopwatch | None
+    paused: bool
+    restart: Stopwatch | None
+
+
+def run_cycles(
+    cycles: ShapeCycles,
+    control: Control,
+    out: Output,
+    texts: CycleState,
+    restart: Callable[[], None],
+    *,
+    before: int,
+    late: int,
+) -> Counter[TreeShape]:
+    """Run cycles until every sequence is over.
+
+    Args:
+        cycles: cycles of the shapes that `control` chooses.
+        control: gets a cycle's results when its tokens arrive.
+        out: collects the tokens.
+        texts: state of the sequences; each is closed as it ends.
+        restart: starts the draft with the sequences as they are in `out`.
+        before: tokens of the longest prompt.
+        late: number of cycles that may be launched before the tokens of an earlier one are read.
+
+    Returns:
+        the number of cycles of each shape.
+    """
+    used: Counter[TreeShape] = Counter()
+    transfer, sent = TokenTransfer(late), deque[_Sent]()
+    most = out.ending.max_new_tokens
+    length = 0
+
+    def take_in(*, rest: bool) -> None:
+        for emitted in transfer.arrived(rest=rest):
+            one = sent.popleft()
+            accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
+            seconds, restart_s = (
+                watch.seconds() if watch else None for watch in (one.stopwatch, one.restart)
+            )
+            control.learn(
+                one.shape, accepted, length=length, seconds=seconds, paused=one.paused, restart_s=restart_s
+            )
+            texts.close(out.take(emitted, one.shape))
+
+    def restart_with_all() -> None:
+        take_in(rest=True)  # a restart needs the tokens that are still on their way
+        restart()
+
+    while not out.done:
+        lengths, was_paused = out.lengths(), control.paused
+        length = before + max(lengths)
+        if used.total() < most - 1:  # each cycle gives every sequence at least one token
+            shape = control.choose(length=length, left=most - min(lengths))
+            restarted = cycles.between(restart_with_all) if was_paused and not control.paused else None
+            if out.done:
+                break
+            news_BX, stopwatch = cycles.run(shape, timed=control.times, drafts=not control.paused)
+            transfer.send(news_BX)
+            sent.append(_Sent(shape, stopwatch, control.paused, restarted))
+            used[shape] += 1
+        take_in(rest=used.total() == most - 1)
+    return used

@@ -172,14 +172,16 @@ class Draft(Protocol):
     """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
 
     Optional members: `offers`, the widths that `decode.shape=auto` chooses among (default: chains of 1 to 8).
-    `check_shape(shape)` raises ConfigError for an unsupported shape, before anything is computed. The draft
-    proposes its `widths`; `observe` may get a path as long as its `depth`, which includes copied nodes.
+    `check_shape(shape)` raises ConfigError for an unsupported shape, before anything is computed; one that
+    was only offered is left out. The draft proposes its `widths`; `observe` may get a path as long as its
+    `depth`, which includes copied nodes.
     `begins_anew = True`: `start` needs nothing but the tokens, so the draft can be paused and restarted.
     `reserve(nodes)` allocates buffers for trees of so many nodes.
     `completed(shape)` returns a shape with the nodes that a draft adds to each tree by itself: those copied
     from the text (`TreeShape.copied`). Only a draft that has it is given such shapes. `copies_alone` are
     numbers of nodes that it can copy without drafting, which `decode.shape=auto` may choose; `alone` is a
-    draft that does nothing else, whose start takes next to no time.
+    draft that does nothing else, whose start takes next to no time. It takes the draft's place where that is
+    left out of a call and cannot be restarted.
     `cannot_gain(batch, tokens)` says why drafts for so many texts of at most so many tokens cannot be faster
     than plain decoding, as one line; empty: they can. `decode.shape=auto` then leaves the draft out.
     `cuts = True`: some nodes of its trees may be left out (`TokenTree.cut`). Nodes after the last one that

@@ -138,7 +138,7 @@ class HashRng:
         point_B1 = (self.uniform(pos_B, role) * total_BK[:, -1].double()).long()[:, None]
         block_B1 = torch.searchsorted(total_BK, point_B1, right=True).clamp_(max=whole)
         point_B1 -= total_BK.gather(-1, (block_B1 - 1).clamp(min=0)) * (block_B1 > 0)
-        token_BT = block_B1 * _BLOCK + torch.arange(_BLOCK, device=pos_B.device)
+        token_BT = block_B1 * _BLOCK + torch.arange(min(_BLOCK, V), device=pos_B.device)
         inside_BT = count_BV.gather(-1, token_BT.clamp(max=V - 1)).cumsum(-1)
         index_B1 = block_B1 * _BLOCK + torch.searchsorted(inside_BT, point_B1, right=True)
         return index_B1[:, 0].clamp_(max=V - 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from longtrain.decoding.evict import Budget, Keep
-from longtrain.errors import ConfigError, refusal
+from longtrain.errors import ConfigError
 
 Budgets: TypeAlias = Budget | Sequence[Sequence[int]]
 """The same for every layer, or numbers of entries [L][B] on the host (a pyramid)."""
@@ -31,13 +31,7 @@ def reduce_heads(s_BHS: Tensor, n_kv_heads: int, how: Literal["mean", "max"] = "
 
 
 def max_pool(s_LBGS: Tensor, lengths: Sequence[int], *, kernel: int = 7) -> Tensor:
-    """Maximum over a window of `kernel` positions, within each sequence; padding is ignored.
-
-    Raises:
-        ConfigError: `kernel` is even or below 1.
-    """
-    if kernel < 1 or kernel % 2 == 0:
-        raise refusal(ConfigError, f"pooling kernel {kernel}", "1 (off), 3, 5, 7, ... (evict.kernel)")
+    """Maximum over a window of `kernel` positions (odd), within each sequence; padding is ignored."""
     s_LBGS = _only_real(s_LBGS, lengths)
     if kernel == 1:
         return s_LBGS
@@ -107,13 +101,11 @@ def top_adaptive(
             one either way.
 
     Raises:
-        ConfigError: the budget is below the number of protected entries, or `floor` is out of range.
+        ConfigError: the budget is below the number of protected entries.
 
     Source: Ada-KV (arXiv 2407.11550), Algorithm 1 with its safeguard; their code rounds as `exact=False`.
     Note: with `exact=False` the total is approximate: up to about 1.5 entries per head fewer, or 0.5 more.
     """
-    if not 0 <= floor <= 1:
-        raise refusal(ConfigError, f"evict.floor={floor}", "0 to 1")
     L, B, G, S = s_LBGS.shape
     protected = protect_first + protect_last
     spare_B = []

@@ -132,11 +132,6 @@ class Stats:
         return _ratio((cycle.accepted, cycle.drafted) for cycle in self.cycles())
 
     @property
-    def node_rate(self) -> float:
-        """Accepted drafts divided by drafted nodes; below `acceptance_rate` for a tree, equal for a chain."""
-        return _ratio((cycle.accepted, cycle.nodes) for cycle in self.cycles())
-
-    @property
     def copied_share(self) -> float:
         """Share of the accepted drafts that were copied from the text; nan if none was accepted."""
         return _ratio((cycle.copied, cycle.accepted) for cycle in self.cycles())

@@ -65,17 +65,10 @@ def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[TextWindow]:
     Args:
         n_tokens: number of tokens of the text.
         window: tokens of a window, context and scored ones.
-        stride: tokens scored in each window but the first.
-
-    Raises:
-        ConfigError: the stride leaves no context.
+        stride: tokens scored in each window but the first, less than `window`.
 
     Source: the sliding window of the Hugging Face documentation, "Perplexity of fixed-length models".
     """
-    if not 1 <= stride < window:
-        raise ConfigError(
-            f"window={window} with stride={stride} leaves no context; allowed: 1 <= stride < window"
-        )
     if n_tokens < 2:
         return
     first, begin = 1, 0

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtrain.decoding.stats import Cycle
-from longtrain.former_names import with_new_keys
 
 Json = dict[str, Any]
 
@@ -48,8 +47,8 @@ class Turn:
 
     @classmethod
     def from_json(cls, values: Json) -> Turn:
-        """The inverse of `to_json`; keys of earlier versions are read too."""
-        return cls(**{**with_new_keys(values), "tokens": tuple(values["tokens"])})
+        """The inverse of `to_json`."""
+        return cls(**{**values, "tokens": tuple(values["tokens"])})
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,11 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Json) -> Record:
-        """The inverse of `to_json`; keys of earlier versions are read too."""
+        """The inverse of `to_json`."""
         turns = tuple(map(Turn.from_json, values["turns"]))
         cycles = values.get("cycles")
         known = None if cycles is None else tuple(tuple(_cycle(c) for c in turn) for turn in cycles)
-        measures = values.get("measures")
-        measures = None if measures is None else with_new_keys(measures)
-        return cls(**{**values, "turns": turns, "measures": measures, "cycles": known})
+        return cls(**{**values, "turns": turns, "cycles": known})
 
 
 @dataclass(frozen=True)
@@ -178,5 +175,5 @@ def _numbers(cycle: Cycle) -> list[int]:
 
 
 def _cycle(numbers: list[int]) -> Cycle:
-    position, drafted, nodes, accepted, emitted, ended, *later = numbers  # shorter in older records
-    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *later)
+    position, drafted, nodes, accepted, emitted, ended, *rest = numbers
+    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *rest)

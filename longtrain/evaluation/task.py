@@ -164,9 +164,9 @@ class Task(WithExamples):
         """
         return record
 
-    def sequence_id(self, example: Example) -> int | None:
-        """The key of an example's random numbers; None: a hash of the names of task and example."""
-        return None
+    def sequence_id(self, example: Example) -> int:
+        """The key of an example's random numbers."""
+        return sequence_id((self.name, example.id))
 
     def answer_ids(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
         """Tokens of the expected answer, for an oracle that may read it."""
@@ -267,3 +267,8 @@ def rows_sha256(rows: Sequence[Example]) -> str:
     for row in rows:
         digest.update(json.dumps([row.id, dict(row.fields)], sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def sequence_id(place: tuple[str, str]) -> int:
+    """The key of the random numbers of an example, (task, example): the same in every batch and system."""
+    return int.from_bytes(hashlib.sha256("\n".join(place).encode()).digest()[:8]) >> 2  # 62 bits

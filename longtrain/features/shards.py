@@ -23,7 +23,6 @@ from torch import Tensor
 from longtrain import files
 from longtrain.errors import DataError, first_line
 from longtrain.features.forms import Stored
-from longtrain.former_names import with_new_keys
 from longtrain.journals import Journal, read_journal
 from longtrain.log import get_logger
 from longtrain.settings import from_file
@@ -222,8 +221,7 @@ class FeatureFiles:
     def _take(self, index: Path, number: int, values: dict[str, Any]) -> None:
         """Add the documents of one index line, unless their shard was deleted."""
         try:
-            documents = {key: with_new_keys(one) for key, one in values["documents"].items()}
-            given = {key: {"shard": values["shard"], **one} for key, one in documents.items()}
+            given = {key: {"shard": values["shard"], **one} for key, one in values["documents"].items()}
             found = from_file(dict[str, StoredDocument], given)
             if Path(values["shard"]).name != values["shard"]:
                 raise ValueError(f"shard {values['shard']!r} is no name of a file")

@@ -18,7 +18,7 @@ from longtrain.config import MERGE
 from longtrain.errors import ConfigError
 from longtrain.jobs import parts
 from longtrain.jobs.eval_setup import Evaluation, named_systems
-from longtrain.jobs.finished.compare import Comparison
+from longtrain.jobs.finished import compare
 from longtrain.journals import journals_in
 from longtrain.log import get_logger
 from longtrain.progress import Progress
@@ -44,16 +44,7 @@ def run(cfg: RunConfig) -> None:
     """
     keys = cfg.evaluation
     if keys.compare is not None:
-        comparison = Comparison(
-            runs=keys.compare,
-            seed=cfg.seed,
-            resamples=cfg.suite.values.get("bootstrap"),
-            page=keys.page,
-            home=cfg.home,
-            run_dir=cfg.run_dir,
-            record=cfg.values,
-        )
-        comparison.run()
+        compare.run(cfg)
         return
     check(cfg)
     evaluation = Evaluation(

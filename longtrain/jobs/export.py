@@ -14,7 +14,6 @@ from longtrain.data.packing.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError, first_line
 from longtrain.features.settings import FeatureSettings
 from longtrain.files import read_json, read_sealed
-from longtrain.former_names import with_new_names
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.exporting.comparison import compare
 from longtrain.jobs.setup import load_target, load_tensors
@@ -100,15 +99,14 @@ def run(cfg: RunConfig) -> None:
         facts["unfinished"] = unfinished
     tensors = checkpoint.trained_tensors(path)
     folder = cfg.checkpoints / cfg.name
+    _same_settings(saved, settings["method"], trained)
     if spec.export is not None:
         if form is not None:
             raise ConfigError(f"format={form}: method {spec.name} makes no artifact; leave format out")
-        _same_settings(saved, settings["method"], trained)
         module = spec.build(config, None)
         load_tensors(module, tensors, str(path), "pass the settings of the run")
         push.target(cfg, spec, config, module, folder=folder, facts=facts)
         return
-    _same_settings(saved, settings["method"], trained)
     single = spec.members is None
     for place in [folder] if spec.members is None else [folder / name for name in spec.members(config)]:
         artifact_kind(place).refuse_other(place)
@@ -253,7 +251,7 @@ def _settings(trained: Path, cfg: RunConfig) -> dict[str, Any]:
     command.
     """
     try:
-        settings = with_new_names(provenance.read_config(trained))
+        settings = provenance.read_config(trained)
         from_file(_Settings, settings)
         name = str(settings["method"]["name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -290,7 +288,7 @@ def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:
     from longtrain.training.checkpoint import differences, flat
 
     known = {key: value for key, value in saved.facts.items() if key.startswith("method.")}
-    if changed := differences(provenance.redact(with_new_names(known)), flat({"method": method})):
+    if changed := differences(provenance.redact(known), flat({"method": method})):
         raise ArtifactError(
             f"{trained / 'config.yaml'} is not what {saved.path} was trained with ({changed}); "
             f"put the old values back in that file, or train again"

@@ -48,14 +48,10 @@ def run(cfg: RunConfig) -> None:
     from longtrain.decoding.engine import Engine
 
     asked, decode, sampling = cfg.generate, cfg.decode, cfg.sampling
-    prompt, entry = _prompt(asked), entry_of(cfg)
-    artifacts = [load_artifact(name, cfg.artifact_source) for name in entry.artifacts]
-    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
+    prompt = _prompt(asked)
+    target, parts, artifacts = loaded(cfg)
     chat = _chat(asked, target)
     ids = target.encode(prompt, chat=chat)
-    parts = parts_of(
-        target, entry, artifacts, evict=cfg.evict, select=cfg.select, lookup=cfg.decode.lookup or "auto"
-    )
     colour = asked.color and sys.stdout.isatty()
     writer = TextWriter(target, colour=colour, stop=asked.stop, ends=target.info.eos_ids)
     if colour:
@@ -72,9 +68,24 @@ def run(cfg: RunConfig) -> None:
     print()
     if not chat and chats(target.tokenizer) and not "".join(generation.texts or ()).strip():
         _aside("the target ended the text at once; chat=true asks it in its chat template")
-    pairs = zip(entry.artifacts, artifacts, strict=True)
-    unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
+    unverified = [Path(name).name for name, artifact in artifacts if not artifact.verified]
     print(statistics(generation.stats, parts, unverified=unverified), file=sys.stderr)
+
+
+def loaded(cfg: RunConfig) -> tuple[Target, Parts, list[tuple[str, Artifact]]]:
+    """Load the target, the parts to decode with, and the artifacts with their names.
+
+    Raises:
+        ConfigError: settings contradict each other.
+        ConflictError: two artifacts, or an artifact and `evict`, have the same role.
+    """
+    entry = entry_of(cfg)
+    artifacts = [load_artifact(name, cfg.artifact_source) for name in entry.artifacts]
+    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
+    parts = parts_of(
+        target, entry, artifacts, evict=cfg.evict, select=cfg.select, lookup=cfg.decode.lookup or "auto"
+    )
+    return target, parts, list(zip(entry.artifacts, artifacts, strict=True))
 
 
 def check(cfg: RunConfig) -> None:
@@ -373,13 +384,10 @@ class TextWriter:
         self.waiting = list(zip(rest, colours, strict=False))
         self._print(len(self.waiting))
 
-    def show(self, shown: Sequence[tuple[str, bool]]) -> None:
-        """Print characters that cannot change any more, each with a flag for draft tokens."""
+    def _print(self, count: int) -> None:
+        """Print the first waiting characters, which cannot change any more."""
+        shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]
+        self.length += len(shown)
         for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
             text = "".join(char for char, _ in run_of)
             self.write(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text)
-
-    def _print(self, count: int) -> None:
-        shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]
-        self.length += len(shown)
-        self.show(shown)

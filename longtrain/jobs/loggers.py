@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain import files, provenance
+from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import on_first_rank
 
@@ -63,9 +63,3 @@ def instances(values: Mapping[str, Any] | None) -> list[Any]:
         raise ConfigError(
             f"cannot build a logger or callback: {reason}; is its package installed?"
         ) from error
-
-
-def describe_run(trainer: Any, values: Mapping[str, Any]) -> None:
-    """Send the run's configuration, without secrets, to every logger."""
-    for logger in trainer.loggers:
-        logger.log_hyperparams(provenance.redact(values))

@@ -13,6 +13,7 @@ from longtrain.costs import decoding, elastic, hardware, ranks, roofline, traini
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB
 from longtrain.costs.model import window_slots
+from longtrain.data.config import NO_STAGES
 from longtrain.errors import ConfigError
 from longtrain.jobs.planning import advice as plan_advice
 from longtrain.jobs.planning import training as plan_training
@@ -279,7 +280,7 @@ def _training(plan: RunPlan) -> tuple[list[str], dict[str, Any]]:
     """
     cfg, spec, layout = plan.cfg, plan.trained_method, plan.layout
     if not cfg.stages:
-        raise ConfigError("data.stages is empty; a recipe defines how its sequences are packed")
+        raise ConfigError(NO_STAGES)
     rows = plan_training.stages_of(plan)
     left, memory = plan_training.disk_of(plan), plan_advice.most(rows)
     lines = [

@@ -282,7 +282,7 @@ def check_room(plan: RunPlan, reports: Sequence[dict[str, Any]]) -> list[str]:
     held = plan.held
     on_gpu = any("gpu" in report["room"] for report in reports)
     host = (held.offloaded + (0 if on_gpu else held.bytes)) * plan.layout.devices
-    disk = GENERATIONS * checkpoint_bytes(plan.trained)
+    disk = GENERATIONS * checkpoint_bytes(plan.trained, plan.moments)
     told = {
         "disk": ("disk below run_dir", disk, "free space, or pass home=FOLDER"),
         "host": ("host memory", host, "ask for more (sbatch --mem=SIZE)"),

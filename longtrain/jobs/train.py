@@ -53,6 +53,7 @@ def run(cfg: RunConfig) -> None:
         plan = RunPlan(cfg, devices=trainer.num_devices, nodes=trainer.num_nodes)
         plan.refuse_lack(trainer.strategy.root_device)
         target = _target(cfg, method, trainer)
+        _ = plan.trained  # raises before data are prepared if `optim` does not suit the module
         data = _data(cfg, method, trainer, target)
         module, facts = _module(cfg, method, target, data)
         named = (facts["data"]["name"], data.sha256)
@@ -153,7 +154,8 @@ def _fit(
     def begin() -> None:
         made_of = {key: facts[key] for key in ("data", "target", "init")}
         provenance.write(folder, cfg.values, **made_of)
-        loggers.describe_run(trainer, cfg.values)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(provenance.redact(cfg.values))
 
     try:
         return training.fit(
@@ -226,11 +228,14 @@ def check(cfg: RunConfig) -> None:
     method, loop = _checked(cfg)
     loggers.check(cfg.loggers)
     plan, asked, spec = RunPlan(cfg), cfg.target, method.spec
-    if spec.export is None and asked.path and (file := config_file(asked.path)):
+    file = config_file(asked.path) if spec.export is None and asked.path else None
+    if file is not None:
         if cfg.features.mode != "engine":
-            check_supported(read_config(file.parent), asked.path)
+            check_supported(read_config(file.parent), str(asked.path))
         if spec.check_target is not None:
             spec.check_target(method.settings, plan.info)
+    if file is not None or spec.export is not None:
+        _ = plan.trained  # raises if the module cannot be built, or not be trained with `optim`
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
             raise ConfigError(NO_CUDA.format(loop.accelerator))
@@ -238,7 +243,6 @@ def check(cfg: RunConfig) -> None:
     if spec.export is None:
         whole = asked.weights == "stored" and cfg.features.mode != "engine"
         folder_at_hand(asked.required_path(), weights=whole)
-        _ = plan.trained  # raises if the module cannot be built
     from longtrain.jobs import ranks_check  # imports torch
 
     if (rank := ranks_check.Rank.here()) is not None:

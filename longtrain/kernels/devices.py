@@ -33,22 +33,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _given_up: set[str] = set()
 
 
-def give_up(name: str, why: str, error: Exception | None = None) -> None:
+def give_up(name: str, why: str) -> None:
     """Disable a fast kernel for this process, with one warning.
 
     Args:
         name: name of the kernel.
         why: the reason, as the end of a sentence that begins with triton's version.
-        error: the exception, if any.
     """
     if name in _given_up:
         return
     import triton
 
     _given_up.add(name)
-    reason = f" ({str(error).splitlines()[-1]})" if error is not None and str(error) else ""
-    log.warning("triton %s %s%s; a slower implementation is used instead", triton.__version__, why, reason)
-    log.debug("error of triton", exc_info=error)
+    log.warning("triton %s %s; a slower implementation is used instead", triton.__version__, why)
 
 
 def given_up(name: str) -> bool:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
 from longtrain.kernels.devices import kernels_serve
 
 IGNORE = -100
@@ -81,16 +80,3 @@ def kernel_rows_of(head_VE: Tensor, numbers: int, rows: int) -> int:
     most = max(16, _KERNEL_BYTES // (numbers * head_VE.element_size()))
     blocks = max(1, -(-rows // most))
     return max(1, -(-rows // blocks))
-
-
-def check_rows(hidden_TE: Tensor, head_VE: Tensor, rows_T: Tensor) -> None:
-    """Refuse hidden states, a head and per-token values whose shapes do not match.
-
-    Raises:
-        ConfigError: the shapes do not match.
-    """
-    if hidden_TE.shape[-1] != head_VE.shape[-1] or hidden_TE.shape[:1] != rows_T.shape:
-        raise ConfigError(
-            f"head loss: hidden {tuple(hidden_TE.shape)}, head {tuple(head_VE.shape)} and tokens "
-            f"{tuple(rows_T.shape)} do not fit; need [T, E], [V, E] and [T]"
-        )

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
 from longtrain.kernels.draft_loss import DraftPairs, draft_passes, teacher_of
 from longtrain.losses.blocks import HeadLoss, kernel_rows_of, operands, plain, scaled
 
@@ -73,22 +72,9 @@ def fused_draft_loss(
     Returns:
         the sum, and as `hit_T` bool_JW: True if the draft's most likely token is the teacher's.
 
-    Raises:
-        ConfigError: shapes do not match, or the objective is unknown.
-
     Source: EAGLE-3 §3.2 for kl; SpecForge's and speculators' code for the others.
     """
-    if objective not in DRAFT_OBJECTIVES:
-        raise ConfigError(f"draft loss objective={objective}; allowed: {', '.join(DRAFT_OBJECTIVES)}")
     J, W = len(passes), len(teacher.hidden_WE)
-    fits = len(head_KE) == len(teacher.draft_ids_K) and all(one.shape == passes[0].shape for one in passes)
-    if not fits or row_JW.shape != (J, W) or weight_JW.shape != (J, W):
-        raise ConfigError(
-            f"draft loss: {J} passes of {[tuple(one.shape) for one in passes][:2]}, head "
-            f"{tuple(head_KE.shape)}, {W} teacher positions, {len(teacher.draft_ids_K)} draft tokens, "
-            f"positions {tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of "
-            "[R, E], [K, E], W, K, [J, W] and [J, W]"
-        )
     hidden_WE, head_VE = operands(teacher.hidden_WE.detach(), teacher.head_VE.detach())
     teacher = DraftTeacher(hidden_WE, head_VE, teacher.draft_ids_K)
     numbers = len(head_VE) + (J + 1) * len(teacher.draft_ids_K)

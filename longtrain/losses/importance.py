@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
 from longtrain.losses.blocks import scaled
 
 _LEAST = 1e-12
@@ -33,16 +32,8 @@ def importance_kl(pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: i
     Returns:
         scalar sum over prompts, nats.
 
-    Raises:
-        ConfigError: shapes do not match.
-
     Source: LookaheadKV §3.2, Eq. 4 (ListNet with the identity in place of exp).
     """
-    if pred_HT.shape != true_HT.shape or pred_HT.shape[1:] != prompt_T.shape:
-        raise ConfigError(
-            f"importance_kl: predicted {tuple(pred_HT.shape)}, true {tuple(true_HT.shape)} and prompts "
-            f"{tuple(prompt_T.shape)} do not fit; need [H, T], [H, T] and [T]"
-        )
     return _ImportanceKL.apply(pred_HT, true_HT.detach(), prompt_T, prompts)
 
 

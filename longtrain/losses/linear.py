@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from longtrain.errors import ConfigError
 from longtrain.kernels.head_kl import head_kl
 from longtrain.losses.blocks import (
     IGNORE,
     HeadLoss,
     TopTokens,
     block_rows_of,
-    check_rows,
     operands,
     plain,
     scaled,
@@ -44,11 +42,7 @@ def fused_linear_ce(
 
     Returns:
         scalar sum over tokens, nats, fp32 (fp64 stays fp64).
-
-    Raises:
-        ConfigError: shapes do not match.
     """
-    check_rows(hidden_TE, head_weight_VE, labels_T)
     if hidden_TE.is_cuda and weights_T is None and not block_rows:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # needs triton: CUDA only
 
@@ -65,7 +59,6 @@ def fused_linear_kl(
     hidden_TE: Tensor,
     teacher_hidden_TE: Tensor,
     head_weight_VE: Tensor,
-    mask_T: Tensor | None = None,
     *,
     weights_T: Tensor | None = None,
     block_rows: int = 0,
@@ -79,21 +72,11 @@ def fused_linear_kl(
         hidden_TE: the student's input of the head.
         teacher_hidden_TE: the teacher's; no gradient flows into it.
         head_weight_VE: the shared head; it gets no gradient.
-        mask_T: bool, tokens that count; None: all.
         weights_T: weight of each token; None: 1.
         block_rows: number of tokens whose logits exist at once; 0: as many as fit the budget.
-
-    Raises:
-        ConfigError: shapes do not match.
     """
-    if mask_T is None:
-        mask_T = torch.ones(hidden_TE.shape[0], dtype=torch.bool, device=hidden_TE.device)
-    weights_T = mask_T.float() if weights_T is None else weights_T * mask_T
-    check_rows(hidden_TE, head_weight_VE, weights_T)
-    if teacher_hidden_TE.shape != hidden_TE.shape:
-        raise ConfigError(
-            f"teacher hidden {tuple(teacher_hidden_TE.shape)} differs from student's {tuple(hidden_TE.shape)}"
-        )
+    if weights_T is None:
+        weights_T = torch.ones(hidden_TE.shape[0], device=hidden_TE.device)
     rows = block_rows or block_rows_of(head_weight_VE)
     hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE.detach())
     teacher_TE = teacher_hidden_TE.detach().to(hidden_TE.dtype)
@@ -119,14 +102,9 @@ def fused_linear_top_kl(
         head_weight_VE: the student's head; it gets no gradient.
         weights_T: weight of each position; None: 1.
         block_rows: number of positions whose logits exist at once; 0: as many as fit the budget.
-
-    Raises:
-        ConfigError: shapes do not match.
     """
     if weights_T is None:
         weights_T = torch.ones(hidden_TE.shape[0], device=hidden_TE.device)
-    check_rows(hidden_TE, head_weight_VE, weights_T)
-    check_rows(hidden_TE, head_weight_VE, teacher.ids_TK[:, 0])
     rows = block_rows or block_rows_of(head_weight_VE)
     hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE.detach())
     return HeadLoss(*_LinearTopKL.apply(hidden_TE, *teacher, head_weight_VE, weights_T, rows))
@@ -149,7 +127,6 @@ def greedy_hits(
     hidden_TE: Tensor, head_weight_VE: Tensor, labels_T: Tensor, *, block_rows: int = 0
 ) -> Tensor:
     """True where the argmax of `hidden @ head.T` is the label, bool_T; ignored tokens are False."""
-    check_rows(hidden_TE, head_weight_VE, labels_T)
     hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
     rows = block_rows or block_rows_of(head_weight_VE)
     with plain(hidden_TE):

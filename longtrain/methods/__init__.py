@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 GONE = frozenset({"views"})
-"""Settings of earlier versions, read only in training, that are ignored in stored artifacts and runs."""
+"""Settings of earlier versions, read only in training, that are ignored in stored artifacts."""
 
 
 def names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Checks that methods share: a missing target, a module of another kind or size, unknown inference keys."""
+"""Checks that methods share: a missing target, a module of another size, unknown inference keys."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ def built_for_target(kind: Callable[[Any, TargetInfo], M]) -> Callable[[Any, Tar
 
 
 def trained(kind: type[M], module: nn.Module, target: Target | None) -> tuple[M, Target]:
-    """Check and return the module and the target of an objective.
+    """Return the module and the target of an objective.
 
     Raises:
-        TargetMismatchError: the module is not of this class, or there is no target.
+        TargetMismatchError: there is no target.
     """
     if target is None:
         raise TargetMismatchError(f"{kind.__name__} is trained against a target; pass target.path")
-    return _of_kind(kind, module), target
+    assert isinstance(module, kind)
+    return module, target
 
 
 def running(kind: type[M], module: nn.Module, target: Target) -> M:
-    """Check the module's class and fit it to the target, for an engine; raises TargetMismatchError."""
-    return fitted(_of_kind(kind, module), target)
+    """Fit a module to the target, for an engine."""
+    assert isinstance(module, kind)
+    return fitted(module, target)
 
 
 def check_sizes(what: str, own: tuple[int, ...], needed: tuple[int, ...], info: TargetInfo) -> None:
@@ -81,9 +83,3 @@ def eviction_budget(method: str, given: Mapping[str, Any]) -> Budget:
             "evict.budget_ratio=0.1 (in Python: attach(target, budget_tokens=128))"
         )
     return Budget(tokens, ratio)
-
-
-def _of_kind(kind: type[M], module: nn.Module) -> M:
-    if not isinstance(module, kind):
-        raise TargetMismatchError(f"the method's module is {kind.__name__}, not {type(module).__name__}")
-    return module

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, first_line
@@ -22,9 +21,11 @@ from longtrain.methods.written_folders import changed_files
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Imported
+    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
 Json = dict[str, Any]
+M = TypeVar("M", bound="nn.Module")
 
 FREE = ("speculators_config", "dtype", "torch_dtype", "transformers_version")
 """Keys of `config.json` that may be edited after the export."""
@@ -132,6 +133,17 @@ def unhealthy(tensors: Mapping[str, Tensor]) -> list[str]:
     return wrong
 
 
+def draft_of(
+    kind: Callable[[Any, TargetInfo], M], tensors: Mapping[str, Tensor], config: Any, info: TargetInfo
+) -> M:
+    """Build a draft's module from its tensors, in fp32 on the CPU."""
+    with torch.device("meta"):
+        module = kind(config, info)
+    module = module.to_empty(device="cpu")
+    module.load_state_dict({name: tensor.cpu() for name, tensor in tensors.items()})
+    return module.float().eval().requires_grad_(False)
+
+
 def distance(got: Tensor, expected: Tensor) -> float:
     """Return the largest distance between rows, relative to the centred recorded row; NaN is infinite."""
     expected_c, got_c = ((part - part.mean(-1, keepdim=True)).double() for part in (expected, got))
@@ -140,9 +152,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 class Recorded:
-    """A dataclass of tensors that are stored under the names of its fields; folders may lack those with a
-    default, which were added later.
-    """
+    """A dataclass of tensors that are stored under the names of its fields."""
 
     __dataclass_fields__: dict[str, Any]
 
@@ -153,11 +163,9 @@ class Recorded:
         Raises:
             ArtifactError: a tensor is missing.
         """
-        fields = cls.__dataclass_fields__.values()
-        needed = [one.name for one in fields if one.default_factory is MISSING]
-        if missing := [name for name in needed if name not in tensors]:
+        if missing := [name for name in cls.__dataclass_fields__ if name not in tensors]:
             raise ArtifactError(f"{GOLDEN} lacks {', '.join(missing)}; export the folder again")
-        return cls(**{one.name: tensors[one.name] for one in fields if one.name in tensors})
+        return cls(**{name: tensors[name] for name in cls.__dataclass_fields__})
 
 
 G = TypeVar("G", bound=Recorded)

@@ -162,8 +162,7 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     step = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
-    if not isinstance(step, DictConfig):
-        raise ConfigError(f"conf/{job}.yaml is not a mapping of keys; reinstall longtrain")
+    assert isinstance(step, DictConfig)
     del step["defaults"]
     OmegaConf.set_struct(cfg, False)
     step.merge_with(cfg, {"job": job})

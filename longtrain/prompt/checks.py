@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain import methods
-from longtrain.assets import MANIFEST, artifact_kind, bundled_artifacts
+from longtrain.assets import MANIFEST, artifact_kind, bundled_artifacts, manifest_of
 from longtrain.errors import ArtifactError, ConfigError, Gathered, LongtrainError
 from longtrain.files import read_json
 from longtrain.jobs import train_lock
@@ -231,10 +231,9 @@ def _decode(cfg: RunConfig) -> None:
 
 def _as_exported(cfg: RunConfig, name: str, words: Sequence[str]) -> None:
     """Refuse method keys that differ from an artifact's stored settings, which cannot be changed."""
-    place = _place(cfg, name)
-    file = (place if place.exists() else bundled_artifacts().get(name, place)) / MANIFEST
+    file = manifest_of(name, cfg.checkpoints)
     keys = [word.partition("=")[0].removeprefix("method.") for word in words if word.startswith("method.")]
-    if not keys or cfg.method is None or not file.is_file():
+    if not keys or cfg.method is None or file is None:
         return
     kind, given = methods.config_class(cfg.method.name), cfg.method.settings
     try:

@@ -11,7 +11,6 @@ from typing import Any
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
 from longtrain.files import FULL
-from longtrain.former_names import now_called
 from longtrain.prompt.grammar import in_list
 from longtrain.prompt.store import own_folder
 from longtrain.prompt.suite_help import JOBS as SUITE_JOBS
@@ -166,8 +165,6 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     if rest and part in node and isinstance(node[part], ListConfig):
         return f"no item of {trail}{part} has '{key}' yet; write '++{key}=VALUE' if there is such a key"
     known = sorted(f"{trail}{name}" for name in node)
-    if hint := now_called(part):
-        return f"unknown key '{key}'{hint}"
     if trail and not known:
         where, name = trail[:-1], ".".join([part, *rest])
         return f"{where} has no keys yet; write '+{key}=VALUE' or '{where}={{{name}: VALUE}}'"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
-from longtrain.assets import MANIFEST, bundled_artifacts
+from longtrain.assets import manifest_of
 from longtrain.config import RunConfig
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.files import read_json
@@ -170,9 +170,9 @@ def window_of(cfg: RunConfig) -> int | None:
                 fetch_config(where)
             return target_shape(cfg.target)[0].max_positions
         for name in cfg.artifacts:
-            place = cfg.checkpoints / name
-            folder = next((one for one in (Path(name), place) if one.is_dir()), bundled_artifacts().get(name))
-            target = read_json(Path(str(folder)) / MANIFEST)["target"]
+            if (manifest := manifest_of(name, cfg.checkpoints)) is None:
+                return None  # raises when it is loaded later
+            target = read_json(manifest)["target"]
             file = config_file(str(target["name"]))  # for a local folder `name` is only the last part
             return int(
                 target["max_positions"] if file is None else read_json(file)["max_position_embeddings"]

@@ -17,7 +17,6 @@ from longtrain.costs.footprint import CONTEXT, SPARE
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedSequence, kv_bytes_per_token, target_parameters
 from longtrain.errors import LongtrainError
-from longtrain.former_names import with_new_names
 from longtrain.jobs.planning.run_plan import ITEMSIZE, RunPlan, devices_of
 from longtrain.prompt.following import NEW_TOKENS, count, counts, typed
 
@@ -56,7 +55,9 @@ def fit_memory(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> li
     free = None
     if "train" in jobs and (device := _trains_on(run)) is not None and (free := _free(device, run)):
         changes += _fit_sequences(cfg, words, free, on_gpu=device.type == "cuda")
-    device = _torch_device(run.target.device_here())
+    import torch
+
+    device = torch.device(run.target.device_here())
     if (room := _free(device, run)) is not None:
         free = free or room
         changes += _fit_batches(cfg, jobs, words, room, size=size, tied=plan.tied, device=device)
@@ -73,12 +74,6 @@ def _trains_on(cfg: RunConfig) -> torch.device | None:
     if accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda") if torch.cuda.is_available() else None
-
-
-def _torch_device(name: str) -> torch.device:
-    import torch
-
-    return torch.device(name)
 
 
 def _free(device: torch.device, cfg: RunConfig) -> float | None:
@@ -193,7 +188,7 @@ def _earlier_fit(cfg: DictConfig, words: Sequence[str]) -> list[str] | None:
     if str(cfg.get("resume", "auto")) == "never" or not any((where / "checkpoints").glob("*.ckpt")):
         return None
     try:
-        kept = with_new_names(yaml.safe_load((where / "config.yaml").read_text(encoding="utf-8")))
+        kept = yaml.safe_load((where / "config.yaml").read_text(encoding="utf-8"))
         sequences, accumulate = (
             [int(one["sequence_tokens"]) for one in kept["data"]["stages"]],
             kept["trainer"][SEQUENCES],

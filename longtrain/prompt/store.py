@@ -92,7 +92,8 @@ def _take_mappings() -> None:
     Without this, Hydra refuses each key that the mapping does not have yet, and so any for one whose keys are
     free, such as `optim.lr_multipliers`, which is empty. A wrong key of another mapping is still refused when
     its values are read, and one that is nowhere in the configuration by Hydra. `KEY={}` would change nothing,
-    and is refused where the mapping has keys, because it reads as if it emptied it.
+    and is refused where the mapping has keys, because it reads as if it emptied it. `+KEY={...}` in place
+    of it would let Hydra take a key that is nowhere, and `longtrain config` print it as if it counted.
     """
     from dataclasses import replace
 

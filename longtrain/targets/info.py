@@ -281,7 +281,7 @@ def check_supported(config: Any, where: str) -> None:
 
     Raises:
         TargetMismatchError: latent attention (MLA), sinks, softcapping, an encoder, layers of another kind, a
-            rotary type whose angles change with the length, more experts for a token than there are, or a
+            rotary type whose angles change with the length, experts that tokens cannot be given to, or a
             family that is not tested.
     """
     if reason := _reason(config):
@@ -327,8 +327,26 @@ def _reason(config: Any) -> str:
         if not partial and rope.get("partial_rotary_factor") not in (None, 1):
             return f"rotates a part of each head (partial_rotary_factor={rope['partial_rotary_factor']})"
     experts = Experts.of_keys(config.to_dict())
-    if experts is not None and not 0 < experts.per_token <= experts.count:
-        return f"has num_experts_per_tok={experts.per_token} (allowed: 1 to {experts.count}, its experts)"
+    return "" if experts is None else _wrong_routing(experts, config)
+
+
+def _wrong_routing(experts: Experts, config: Any) -> str:
+    """A reason why tokens cannot be given to experts as a config says, or an empty string."""
+    groups = getattr(config, "n_group", None)
+    if groups is None:
+        ranges = [("num_experts_per_tok", experts.per_token, experts.count, "its experts")]
+    else:
+        size = experts.count // groups if groups > 0 and experts.count % groups == 0 else 0
+        if size < 2:  # a group's score is that of its best two
+            return f"has n_group={groups}, and {experts.count} experts do not form groups of 2 or more"
+        read = config.topk_group * size
+        ranges = [
+            ("topk_group", config.topk_group, groups, "n_group"),
+            ("num_experts_per_tok", experts.per_token, read, "the experts of topk_group groups"),
+        ]
+    for name, value, most, why in ranges:
+        if not 0 < value <= most:
+            return f"has {name}={value} (allowed: 1 to {most}, {why})"
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtrain.errors import ConflictError, TargetMismatchError
+from longtrain.errors import TargetMismatchError
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.targets.model import Target
 
@@ -56,15 +56,6 @@ class Int4Target(Target):
     def dtype(self) -> torch.dtype:
         """The dtype of embeddings, norms and activations."""
         return self.final_norm_weight.dtype
-
-    @property
-    def head_weight(self) -> Tensor:
-        """Raise an error: the head is quantised.
-
-        Raises:
-            ConflictError: always.
-        """
-        raise ConflictError("a target with INT4 weights has no head weight to read; use its `head`")
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of final normed hidden states [..., E]."""

@@ -1,4 +1,4 @@
-"""Loads targets from a folder, the Hub, a model in memory, or a shape with random weights."""
+"""Loads targets from a folder or the Hub, or builds them of a shape with random weights."""
 
 from __future__ import annotations
 
@@ -193,26 +193,6 @@ def check_room(config: Any, name: str, device: torch.device, *, itemsize: int, r
 def device_bytes(device: torch.device) -> int | None:
     """Return the memory of a GPU in bytes; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def target_from_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
-) -> Target:
-    """Freeze a CausalLM in memory and route its attention through the hook; the model itself is changed.
-
-    Args:
-        model: a CausalLM of a supported family (`families.FAMILIES`).
-        tokenizer: its tokenizer, if any.
-        name: name of the target.
-
-    Raises:
-        TargetMismatchError: the attention is not supported.
-    """
-    name = name or f"in-memory {model.config.model_type}"
-    check_supported(model.config, name)
-    model.set_attn_implementation(NAME)
-    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids_of(model.config, None))
-    return Target(model, info, tokenizer)
 
 
 def random_target(

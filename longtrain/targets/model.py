@@ -18,7 +18,7 @@ from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.data.chat.mask import apply_template
-from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import Rotation
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.targets.attention import AttentionHook, Inputs, LeaveEarly, Pass, without_idle_windows
@@ -42,7 +42,7 @@ class Target(nn.Module):
     """A frozen Hugging Face decoder whose attention goes through `longtrain.targets.attention`.
 
     Always in eval mode and without gradients of its own; the caller decides about `torch.no_grad`.
-    Build one with `load_target`, `target_from_model` or `random_target`.
+    Build one with `load_target` or `random_target`.
 
     Args:
         model: a CausalLM built with `attn_implementation="longtrain"`.
@@ -317,13 +317,8 @@ class Target(nn.Module):
 
         Raises:
             ConfigError: logits are requested, or outputs beyond the layer to stop at; no such layer.
-            DataError: bounds that do not run from 0 to T.
         """
         outputs.check(self.info.n_layers, packed=True)
-        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
-            raise DataError(
-                f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
-            )
         capture = PackedCapture(tuple(bounds), layers=outputs.kv, device=ids_T.device)
         one_pass = Pass(capture, Causal(), outputs.stop_at_layer, hook)
         hidden: dict[int, Tensor] = {}

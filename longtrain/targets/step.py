@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from longtrain.cache.base import Causal, Mask
-from longtrain.errors import ConfigError, DataError, refusal
+from longtrain.errors import ConfigError, refusal
 from longtrain.losses import TopTokens
 
 
@@ -26,9 +26,6 @@ class TokenBatch:
         embeds_BTE: input embeddings instead of ids.
         mask: visibility among the new tokens; every one sees the whole committed prefix of its sequence.
         n_B: valid tokens of each sequence when the batch is right-padded; None: all T.
-
-    Raises:
-        DataError: neither or both of ids and embeddings are given.
     """
 
     pos_BT: Tensor
@@ -36,10 +33,6 @@ class TokenBatch:
     embeds_BTE: Tensor | None = None
     mask: Mask = field(default_factory=Causal)
     n_B: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if (self.ids_BT is None) == (self.embeds_BTE is None):
-            raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
 
     def embeds(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the embeddings [B, T, E]."""

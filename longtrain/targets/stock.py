@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from longtrain.errors import ConfigError, refusal
 from longtrain.targets.attention import NAME
 
 if TYPE_CHECKING:
@@ -54,12 +53,7 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
         target: its model is used while this runs; the weights are the same whether it is fused or not.
         prompts: token ids of equal length.
         max_new_tokens: new tokens of each; no token id ends a text.
-
-    Raises:
-        ConfigError: prompts of different lengths.
     """
-    if len(set(map(len, prompts))) != 1:
-        raise refusal(ConfigError, f"prompts of {sorted(set(map(len, prompts)))} tokens", "one length")
     model = target.model
     key = cache_keyword(model)
     # transformers computes sinks in eager attention only

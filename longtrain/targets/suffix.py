@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from longtrain.errors import ConflictError
 from longtrain.kernels.fused_layer import rotated as rotated_part
 from longtrain.kernels.importance import Span, suffix_attention
 from longtrain.targets.fused import lying_together, mlp_output
@@ -139,13 +138,8 @@ class SuffixRun:
         Args:
             k_BTGD: that layer's keys of the prompts, after RoPE and k_norm.
             v_BTGD: the values of the prefix.
-
-        Raises:
-            ConflictError: the last layer is done already.
         """
         index, info = self._layer, self._target.info
-        if index > self.last:
-            raise ConflictError(f"rows asked through layer {index} of {info.n_layers}; start a new SuffixRun")
         if not index:  # here, so that its backward is on the same stream
             self._lora = unstacked(self._adapters, self._uses)
         self._layer += 1

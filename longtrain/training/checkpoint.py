@@ -28,9 +28,7 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
 from longtrain.files import free_bytes, json_sha256, read_json
-from longtrain.former_names import ADDED, STARTS, with_new_names
 from longtrain.log import get_logger
-from longtrain.methods import GONE
 from longtrain.training import tensor_file
 from longtrain.training.tensor_file import Piece, Tensors
 
@@ -198,20 +196,10 @@ def trained_tensors(path: Path) -> dict[str, Tensor]:
 def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
     """Refuse to resume a run with changed settings.
 
-    A setting that no longer exists is ignored if it had the only value that is supported now; former names
-    count as the names of today; settings of how a training begins may be missing in the checkpoint, as may
-    those added later, where they leave things as they were (`former_names.ADDED`).
-
     Raises:
         ConfigError: lists the keys that differ.
     """
-    before = with_new_names(saved.facts)
-    gone = {key for key, value in before.items() if key.split(".")[-1] in GONE and value == ["full"]}
-    names = {key: key.split(".")[-1] for key in {*facts} - {*before}}
-    as_before = {key for key, name in names.items() if name in ADDED and facts[key] == ADDED[name]}
-    new = as_before | {key for key, name in names.items() if name.startswith(STARTS)}
-    now = {key: value for key, value in facts.items() if key not in new}
-    if changed := differences({key: value for key, value in before.items() if key not in gone}, now):
+    if changed := differences(saved.facts, facts):
         run = saved.path.absolute().parents[2].name  # NAME/train/checkpoints/FILE
         raise ConfigError(
             f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({changed}); "

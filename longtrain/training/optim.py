@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim.lr_scheduler import LambdaLR
+
+NEAR = 6
+"""Largest number of parameter names in a message."""
 
 
 @dataclass(frozen=True)
@@ -85,33 +89,56 @@ class Optim:
             fused: use torch's fused CUDA kernel of AdamW.
 
         Raises:
-            ConfigError: nothing is trainable, nothing is a matrix for Muon, or a multiplier's pattern matches
-                no name.
+            ConfigError: see `trainable`.
         """
         import torch
         from torch.optim.lr_scheduler import LambdaLR
 
-        from longtrain.training.muon import MuonWithAdamW, is_hidden_matrix
+        from longtrain.training.muon import MuonWithAdamW
 
-        named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        if not named:
-            raise ConfigError("the module has no trainable parameters; there is nothing to optimize")
-        self._check_patterns([name for name, _ in named])
+        named = self.trainable(parameters)
         if self.name == "adamw":
             adamw = torch.optim.AdamW
             optimizer: torch.optim.Optimizer = adamw(self._groups(named), lr=self.lr, **self._adamw(fused))
         else:
-            hidden = [pair for pair in named if is_hidden_matrix(*pair)]
-            if not hidden:
-                raise ConfigError(
-                    "optim.name=muon trains matrices, and the module has none; pass optim.name=adamw"
-                )
-            others = self._groups([pair for pair in named if not is_hidden_matrix(*pair)])
+            matrices = self._groups([pair for pair in named if self._by_muon(*pair)])
+            others = self._groups([pair for pair in named if not self._by_muon(*pair)])
             optimizer = MuonWithAdamW(
-                self._groups(hidden), others, lr=self.lr, momentum=self.momentum, adamw=self._adamw(fused)
+                matrices, others, lr=self.lr, momentum=self.momentum, adamw=self._adamw(fused)
             )
         rate: Callable[[int], float] = partial(self.factor, max_steps=max_steps)
         return optimizer, LambdaLR(optimizer, rate)
+
+    def trainable(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        """Return the pairs with `requires_grad`; the parameters may be on the meta device.
+
+        Raises:
+            ConfigError: nothing is trainable, nothing is a matrix for Muon, or a multiplier's pattern matches
+                no name.
+        """
+        named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        if not named:
+            raise ConfigError("the module has no trainable parameters; there is nothing to optimize")
+        self._check_patterns([name for name, _ in named])
+        if self.name == "muon" and not any(self._by_muon(*pair) for pair in named):
+            raise ConfigError(
+                "optim.name=muon trains matrices, and the module has none; pass optim.name=adamw"
+            )
+        return named
+
+    def moments(self, trainable: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """Return how many numbers the optimiser stores: Muon's momentum, and AdamW's two moments.
+
+        Args:
+            trainable: (name, parameter) pairs, from `trainable`.
+        """
+        return sum((1 if self._by_muon(*pair) else 2) * pair[1].numel() for pair in trainable)
+
+    def _by_muon(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return True if Muon trains this parameter, and not AdamW."""
+        from longtrain.training.muon import is_hidden_matrix
+
+        return self.name == "muon" and is_hidden_matrix(name, parameter)
 
     def _adamw(self, fused: bool) -> dict[str, Any]:
         return {"betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": fused}
@@ -134,8 +161,18 @@ class Optim:
     def _check_patterns(self, names: list[str]) -> None:
         for pattern in self.lr_multipliers:
             if not fnmatch.filter(names, pattern):
+                known = f"nearest of {len(names)}" if len(names) > NEAR else "there are"
                 raise ConfigError(
-                    f"optim.lr_multipliers pattern '{pattern}' matches no trainable parameter; "
-                    f"there are: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}; write "
-                    "~optim.lr_multipliers to leave out all patterns, a recipe's too"
+                    f"optim.lr_multipliers pattern '{pattern}' matches no trainable parameter; {known}: "
+                    f"{', '.join(_nearest(pattern, names))}; write ~optim.lr_multipliers to leave out all "
+                    "patterns, a recipe's too"
                 )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that have the longest part of a pattern's text in common with it, nearest first."""
+
+    def common(name: str) -> int:
+        return SequenceMatcher(None, pattern, name, autojunk=False).find_longest_match().size
+
+    return sorted(names, key=common, reverse=True)[:NEAR]

@@ -35,8 +35,6 @@ NAMES = {
 }
 """Names of dtypes in the format."""
 
-READ_BYTES = 1 << 22
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -107,11 +105,8 @@ def read_others(pieces: Sequence[Piece]) -> None:
 
 def sha256(path: Path) -> str:
     """Return the checksum of a file."""
-    digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
-        while part := file.read(READ_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Tensors(Mapping[str, Tensor]):

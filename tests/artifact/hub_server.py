@@ -21,8 +21,8 @@ COLLECTION = {
 class Hub(ThreadingHTTPServer):
     """Repositories in memory: what the client asks for when it creates, uploads and downloads."""
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int = 0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.files: dict[str, bytes] = {}
         self.stored: dict[str, bytes] = {}
         self.repos: dict[str, bool] = {}

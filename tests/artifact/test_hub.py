@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +22,48 @@ from longtrain.errors import ArtifactError, ConfigError
 TOKEN = "a_token_of_no_known_form"
 
 
+SERVER = """
+import json, os, sys
+from huggingface_hub import constants
+from longtrain.artifact import Artifact
+from longtrain.artifact.found import find
+from longtrain.artifact.inspection import inspect
+from longtrain.errors import LongtrainError
+for line in sys.stdin:
+    code, folder, out, err = json.loads(line)
+    process = os.fork()
+    if not process:
+        os.chdir(folder)
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        try:
+            exec(code)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    print(process, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+"""Runs each code that it gets in a copy of itself, so that only one process imports everything."""
+
+
+def free_port():
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def port():
+    """The Hub's, which the client reads when it is imported."""
+    return free_port()
+
+
 @pytest.fixture
-def hub():
-    server = Hub()
+def hub(port):
+    server = Hub(port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -31,29 +71,43 @@ def hub():
     server.server_close()
 
 
-def started(code, hub, tmp_path, **environment):
-    """A process of its own that runs code: the client reads its settings when it is imported."""
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Where the client keeps what it has downloaded."""
+    return tmp_path_factory.mktemp("hf")
+
+
+@pytest.fixture(scope="module")
+def server(home, port):
+    """A process of its own: the client reads its settings when it is imported."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
     env |= {"PYTHONPATH": str(Path(longtrain.__file__).parent.parent), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    env |= {"HF_HUB_VERBOSITY": "debug", **environment}
-    code = f"from longtrain.artifact import Artifact\nfrom longtrain.errors import LongtrainError\n{code}"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=env,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env |= {"HF_HUB_VERBOSITY": "debug", "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as process:
+        yield process
+        process.stdin.close()
 
 
-def client(code, hub, tmp_path, **environment):
+def ran(server, code, tmp_path, meanwhile=lambda process: None):
+    """The exit code of a process that runs code, and what it prints; `meanwhile` gets its number."""
+    out, err = tmp_path / "out.txt", tmp_path / "err.txt"
+    for path in (out, err):
+        path.unlink(missing_ok=True)
+    server.stdin.write(json.dumps([code, *map(str, (tmp_path, out, err))]) + "\n")
+    server.stdin.flush()
+    meanwhile(int(server.stdout.readline()))
+    done = int(server.stdout.readline())
+    printed = [path.read_text() for path in (out, err)]
+    assert TOKEN not in "".join(printed)
+    return done, *printed
+
+
+def client(server, code, tmp_path):
     """What the code prints."""
-    process = started(code, hub, tmp_path, **environment)
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
-    assert TOKEN not in out + err
+    done, out, err = ran(server, code, tmp_path)
+    assert done == 0, err
     return out
 
 
@@ -66,8 +120,6 @@ def said(what, *words, **keys):
 """
 
 JOURNEY = """
-from longtrain.artifact.inspection import inspect
-from longtrain.artifact.found import find
 one = Artifact.load({folder!r})
 print(one.push('org/draft', collection='org/Long drafts'))
 one.push('org/draft', collection='org/Long drafts')
@@ -81,20 +133,21 @@ said(Artifact.load, 'hub:org/none')
 """
 
 
-def test_an_interrupted_push_goes_on_and_comes_back_equal(hub, folder, tmp_path):
+def test_an_interrupted_push_goes_on_and_comes_back_equal(server, hub, home, folder, tmp_path):
     """Killed between two files; then the same push sends the other file alone, and the Hub gives all back."""
     (folder / "private notes.txt").write_text("stay here")
     (folder / "local.json").write_text(json.dumps({"target": str(tmp_path)}))
-    process = started(
-        f"Artifact.load({str(folder)!r}).push('org/draft')", hub, tmp_path, HF_TOKEN=TOKEN, HF_DEBUG="1"
-    )
-    hub.second_upload = process.kill
-    assert process.wait(timeout=180) == -9 and len(hub.put) <= 2 and not hub.files
-    assert TOKEN not in "".join(process.communicate())
+    code = f"constants.HF_DEBUG = True; Artifact.load({str(folder)!r}).push('org/draft')"
+
+    def kill_later(process):
+        hub.second_upload = lambda: os.kill(process, signal.SIGKILL)
+
+    done, *_ = ran(server, code, tmp_path, kill_later)
+    assert done == -9 and len(hub.put) <= 2 and not hub.files
     hub.second_upload, first = (lambda: None), set(hub.put[:1])
     hub.stored, hub.put = {oid: hub.stored[oid] for oid in first}, []
 
-    out = client(SAID + JOURNEY.format(folder=str(folder)), hub, tmp_path, HF_TOKEN=TOKEN)
+    out = client(server, SAID + JOURNEY.format(folder=str(folder)), tmp_path)
     lines = [line for line in out.splitlines() if not line.startswith("DEBUG")]
     assert lines[0] == f"{hub.url}/org/draft/commit/{COMMIT}" and f"Bearer {TOKEN}" in hub.tokens
     assert first and len(hub.put) == 1 and not first & set(hub.put)
@@ -117,13 +170,13 @@ def test_an_interrupted_push_goes_on_and_comes_back_equal(hub, folder, tmp_path)
         "may not read",
     ]
 
-    for file in tmp_path.rglob("*"):
+    for file in (*tmp_path.rglob("*"), *home.rglob("*")):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
     assert not any(TOKEN.encode() in content for content in hub.files.values())
 
 
 @pytest.mark.slow
-def test_a_draft_of_another_tool_loads_from_there(hub, tmp_path):
+def test_a_draft_of_another_tool_loads_from_there(server, hub, tmp_path):
     from longtrain import methods
     from longtrain.methods.eagle3.config import Config
     from longtrain.targets.loading import random_target
@@ -138,10 +191,10 @@ def test_a_draft_of_another_tool_loads_from_there(hub, tmp_path):
     keys = json.loads(files["config.json"])
     del keys["eagle_aux_hidden_state_layer_ids"], keys["trained_by"]
     hub.files |= {"config.json": json.dumps(keys).encode(), "model.safetensors": files["model.safetensors"]}
-    back = "one = Artifact.load('hub:org/draft', trained_by={!r}); print(one.method, one.config['layers'])"
-    assert client(back.format("modelopt"), hub, tmp_path).split() == ["eagle3", "[0]"]
+    back = "one = Artifact.load('hub:org/other', trained_by={!r}); print(one.method, one.config['layers'])"
+    assert client(server, back.format("modelopt"), tmp_path).split() == ["eagle3", "[0]"]
     refused = f"try:\n    {back.format('nobody')}\nexcept LongtrainError as error:\n    print(error)"
-    assert client(refused, hub, tmp_path).startswith(
+    assert client(server, refused, tmp_path).startswith(
         "trained_by=nobody is no trainer that is known; allowed: longtr"
     )
 
@@ -152,23 +205,20 @@ def pushed(repo, **keys):
 pushed('draft')
 pushed('org/draft', collection='drafts')
 pushed('org/draft')
-import huggingface_hub, os
-os.environ['HF_ENDPOINT'] = huggingface_hub.constants.ENDPOINT = {gone!r}
+os.environ['HF_ENDPOINT'] = constants.ENDPOINT = {gone!r}
 pushed('org/draft')
 said(Artifact.load, 'hub:org/none')
 """
 
 
-def test_push_that_cannot_be(hub, folder, tmp_path):
+def test_push_that_cannot_be(server, hub, folder, tmp_path):
     """Each is told in one line, without the token, though the Hub's own answer repeats it.
 
     So is a Hub that cannot be reached, for a push and for a load.
     """
-    port = socket.create_server(("127.0.0.1", 0))
-    gone = f"http://127.0.0.1:{port.getsockname()[1]}"
-    port.close()  # nobody listens there now
+    gone = f"http://127.0.0.1:{free_port()}"
     hub.refuse, code = True, SAID + PUSHES.format(folder=str(folder), gone=gone)
-    out = client(code, hub, tmp_path, HF_TOKEN=TOKEN).splitlines()
+    out = client(server, code, tmp_path).splitlines()
     lines = [line for line in out if line.startswith(("ArtifactError", "C"))]
     assert len(lines) == 5
     assert lines[0] == "ConfigError push=draft is no repository name; allowed: ORG/NAME"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longtrain.bench import clock, engine, training
-from longtrain.bench.suites import Context
+from longtrain.bench.suites import Context, bench_of
 from longtrain.cache.entry_sets import ReadBudget
 from longtrain.costs.model import Sizes
 from longtrain.decoding.engine import AUTO, Engine
@@ -17,7 +17,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
-from longtrain.methods import get
+from longtrain.methods import get, names
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
@@ -46,10 +46,18 @@ def test_a_training_step_counts_its_inputs(objective: str) -> None:
             assert row[part]["peak_bytes"] is None  # a CPU has no counter
 
 
-def test_a_step_that_watches_the_pass_is_measured_as_a_whole() -> None:
-    (row,) = steps(Context(CPU.device, method={"name": "lookaheadkv"}), lengths=[64], response_tokens=16)
+@pytest.mark.parametrize("method", ["lookaheadkv", "kvzap"])
+def test_a_step_that_watches_the_pass_is_measured_as_a_whole(method: str) -> None:
+    (row,) = steps(Context(CPU.device, method={"name": method}), lengths=[64], response_tokens=16)
     assert (row["prompt_tokens"], row["response_tokens"]) == (48, 16)
-    assert row["step"]["ms"]["median"] > 0 and "draft" not in row and "inputs" not in row
+    assert row["step"]["ms"]["median"] > 0 and row["target"]["ms"]["median"] > 0
+    assert all(row["percent"][part] > 0 for part in ("target", "draft"))
+    assert "draft" not in row and "inputs" not in row
+
+
+def test_plan_names_a_suite_that_measures_the_step() -> None:
+    named = {name: get(name).cost.suite for name in names() if get(name).objective is not None}
+    assert len(named) > 5 and {one for one in named.values() if bench_of(one) is not training.BENCH} == set()
 
 
 @pytest.mark.parametrize("method", [None, {"name": "snapkv"}, {"name": "pretrain"}, {"name": "quantspec"}])
@@ -86,7 +94,7 @@ def test_the_recorded_pass_gives_the_loss_of_the_real_one() -> None:
     trained = training.prepared(spec, config, target, seed=0)
     batch = training.random_batch(48, 47, target.info.vocab_size, seed=3)
     whole = trained.objective(batch)
-    trained.target.recorded = trained.target.again()
+    trained.target.recorded = trained.target.again(batch)
     torch.testing.assert_close(trained.objective(batch).total, whole.total, rtol=0, atol=0)
 
 

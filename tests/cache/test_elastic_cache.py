@@ -80,6 +80,7 @@ def gib(rows, pages):
 SLOTS = 12 + 3 + 6
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(
     "offloading",
     [
@@ -206,7 +207,6 @@ def test_layers_that_cannot_be_divided_lie_alone():
             "for a selector, and there is none; add one",
         ),
         (lambda: by_layer(), "selected within each layer; leave the cache out"),
-        (lambda: other_budget(), "is to read ReadBudget(rows=11"),
         (lambda: too_many(), "cache is full: 37 tokens committed and 6 new tokens, room for 39"),
     ],
 )
@@ -228,12 +228,6 @@ def by_layer():
     cache = unreserved()
     cache.reserve(BUDGET)
     cache.begin(BUDGET, table_LG=None, ask=lambda *_: None)
-
-
-def other_budget():
-    cache = unreserved()
-    cache.reserve(BUDGET)
-    cache.begin(replace(BUDGET, rows=11), table_LG=TABLE)
 
 
 def too_many():

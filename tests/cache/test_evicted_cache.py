@@ -171,20 +171,6 @@ def test_a_full_tail_says_so():
         store.write(0, row, row)
 
 
-@pytest.mark.parametrize(
-    ("counts", "lengths", "words"),
-    [
-        (EVEN[:1], LENGTHS, r"= \[1, 3, 2\] and 3 prompts; the cache has \[2, 3, 2\]"),
-        ([[[4, 4], [4, 4], [4, 0]]] * 2, LENGTHS, r"0 to 4 entries kept of prompts of \[12, 5, 9\]"),
-        (EVEN, (12, 3, 9), r"4 to 4 entries kept of prompts of \[12, 3, 9\]"),
-    ],
-)
-def test_rows_that_do_not_fit_the_cache(counts, lengths, words):
-    cache, _ = full()
-    with pytest.raises(ConfigError, match=words):
-        compact(cache, random_keep(counts), lengths, room=3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", ["even", "ragged"])
 def test_memory_of_evicted_rows_is_given_back(counts):

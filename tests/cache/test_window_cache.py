@@ -114,6 +114,7 @@ def agree(target, both):
                 torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("size", [1, 7, 8, 9, PROMPT])
 @pytest.mark.parametrize("accepted", [0, 1, "all"])
 def test_prompts_in_chunks_and_trees_across_the_edge(target, size, accepted):
@@ -166,6 +167,7 @@ def test_unequal_prompts_of_a_batch(target):
         agree(target, both)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("arena", [False, True])
 def test_random_accepted_and_rejected_tokens_leave_what_a_fresh_cache_has(target, arena):
     """Steps of tokens, chains and trees in turn; a fresh cache reads the text at once."""
@@ -268,6 +270,7 @@ def test_a_short_text_drops_nothing(target):
         logits(target, cache, ids(1, 1))
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("capture", [False, True])
 def test_texts_are_those_of_the_plain_cache(target, capture, monkeypatch):
     """Plain decoding, chains and trees, of batches; with buffers that the engine keeps from call to call."""

@@ -62,7 +62,7 @@ def test_plan_of_an_eviction_module(run: Run) -> None:
     out = run("plan", "+recipe=lookaheadkv_llama8b", one, "quiet=true").stdout
     (line,) = [line for line in out.splitlines() if line.startswith("| 16896")]
     row = [cell.strip() for cell in line.split("|")]
-    assert "bench suite=eviction" in out
+    assert "bench suite=training" in out
     assert float(row[8]) == pytest.approx(
         19.76 + 0.08, rel=0.02
     )  # measured, and gradients that training keeps

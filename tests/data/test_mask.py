@@ -45,6 +45,7 @@ def test_labels_are_the_assistants_words_and_end_marker(tokenizer, how):
     assert not rendered.mask_T[0]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("blank", ["", " \n"])
 @pytest.mark.parametrize("how", ["template", "prefix"])
 @pytest.mark.parametrize("place", [2, 4])

@@ -94,11 +94,9 @@ def test_resuming_gives_what_continuing_would(data, workers):
     stages = (PackingStage(64, 64, fraction=0.5), PackingStage(128, 128, fraction=0.5))
     made = {"accumulate": 2, "seed": 9, "total_steps": 10}
     whole = list(DataModule(data.folder, config(*stages), **made).train_dataloader())
-    rest = list(
-        DataModule(
-            data.folder, config(*stages, workers=workers), start_batch=2 * 3, **made
-        ).train_dataloader()
-    )
+    resumed = DataModule(data.folder, config(*stages, workers=workers), **made)
+    resumed.start_batch = 2 * 3
+    rest = list(resumed.train_dataloader())
     assert len(whole) == 20 and len(rest) == 14
     assert all(same(a, b) for a, b in zip(whole[6:], rest, strict=True))
 

@@ -460,10 +460,10 @@ def test_mistakes_in_a_config_are_named(values, word):
 TWO = """
 import sys
 from pathlib import Path
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepare import prepare
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
 print(prepare(config, tokenizer, home=Path(sys.argv[3])))
 """
@@ -490,8 +490,6 @@ def test_a_row_in_error_stops_or_is_counted(tokenizer, tmp_path, caplog):
     path.write_text("{oops\n")
     with pytest.raises(DataError, match=r"gave no document; .*1 in error.*; the first: .* is not JSON"):
         run(config(source, on_error="skip"), tokenizer, tmp_path)
-    whole = config(source)
-    assert "on_error" not in whole.content()  # prepared data stays current
 
 
 def test_a_missing_column_says_what_to_type(tokenizer, tmp_path, texts):

@@ -89,12 +89,6 @@ def test_other_settings_are_other_answers(tmp_path):
     assert len(asked) == 4
 
 
-def test_a_lost_answer_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"2 prompts .* 1 answers"):
-        list(respond([[1], [2]], lambda p: [[0]], Answers(tmp_path / "a.jsonl", {})))
-    assert not (tmp_path / "a.jsonl").exists()
-
-
 def test_the_file_is_plain_json_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     answers = Answers(path, {})

@@ -24,6 +24,8 @@ class Machine:
         cost: shape -> seconds of a cycle.
         heard_s: seconds of the draft in a plain cycle.
         restart_s: seconds of its restart.
+        look_restart_s: seconds of the start of look-up alone, which takes the place of a draft that cannot be
+            restarted; None: the draft can.
     """
 
     def __init__(
@@ -33,19 +35,28 @@ class Machine:
         *,
         heard_s: float = 0.0,
         restart_s: float = 0.0,
+        look_restart_s: float | None = None,
     ) -> None:
         self.control, self.cost = control, cost
+        self._look_restart_s = look_restart_s
         self.heard_s, self.restart_s = heard_s, restart_s
         self.tokens, self.seconds = 0, 0.0
         self.depths: list[int] = []
         """Depth of each cycle's shape."""
         self._sent: deque[tuple[TreeShape, int, dict[str, Any]]] = deque()
 
+    def look_up_alone(self) -> None:
+        """Look-up alone takes the draft's place."""
+        assert self._look_restart_s is not None
+        self.heard_s, self.restart_s = 0.0, self._look_restart_s
+
     def cycle(self, accepted: Callable[[TreeShape], int], *, length: int, left: int) -> None:
         """One cycle: a shape is chosen, `accepted` says how many of its drafts are, and time passes."""
         was_paused = self.control.paused
         shape = self.control.choose(length=length, left=left)
         paused = self.control.paused
+        if was_paused and not paused and self._look_restart_s is not None:
+            self.look_up_alone()
         restart_s = self.restart_s if was_paused and not paused else None
         seconds = self.cost(shape) + (0.0 if paused else self.heard_s)
         count = accepted(shape)

@@ -1,15 +1,16 @@
 """`decode=auto` over five tasks by a simulated clock: it gains nearly what the best fixed shape gains.
 
 Times and acceptance are like those of Qwen2.5-Coder-0.5B with EAGLE-3 and look-up on one H200, a plain cycle
-being 1 (0.86 ms): one engine, three prompts of each task, after a call of 16 tokens for each task. Texts of a
-task differ much, and of most the end is easier to draft than the start.
+being 1 (0.86 ms): one engine, three prompts of each task, after a call of 16 tokens for each task, which is
+too short for CUDA graphs. Texts of a task differ in kind: nothing repeats, something does later on, or much.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -40,7 +41,7 @@ CYCLE = {
 }
 """Times of cycles by widths and copied nodes."""
 START = 3.5
-"""Time of the draft's start for each 1,000 tokens of the prompt."""
+"""Time of the draft's start for each 1,000 tokens of the prompt; a fifth of it is tried too."""
 
 
 class Measured(Seconds):
@@ -48,6 +49,13 @@ class Measured(Seconds):
 
     def cycle(self, shape: TreeShape) -> float:
         return CYCLE[shape.widths][shape.copied]
+
+
+class Launched(Measured):
+    """Without CUDA graphs each operator waits for the host."""
+
+    def cycle(self, shape: TreeShape) -> float:
+        return 6 * super().cycle(shape)
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,11 @@ class Text:
 
     @property
     def machine(self) -> Measured:
+        return self.machine_of(Measured)
+
+    def machine_of(self, kind: type[Measured]) -> Measured:
         start = START * self.prompt / 1000
-        return Measured(0.0, 0.0, 0.0, hear=0.12, start=start, restarts=False, look_restart=1.7)
+        return kind(0.0, 0.0, 0.0, hear=0.12, start=start, restarts=False, look_restart=1.7)
 
 
 TASKS = {
@@ -98,9 +109,9 @@ TASKS = {
         Text(0.7, (0.7, 1.0), 512, 512, 9000),
     ),
     "meetings": (
-        Text(0.3, (0.0, 0.0), 90, 512, 9000),
-        Text(0.5, (0.05, 0.15), 120, 512, 9000),
-        Text(0.7, (0.3, 0.6), 150, 512, 9000),
+        Text(0.3, (0.0, 0.0), 33, 512, 11000),
+        Text(0.5, (0.05, 0.15), 28, 512, 11000),
+        Text(0.7, (0.3, 0.6), 40, 512, 11000),
     ),
     "news": (
         Text(0.65, (0.1, 0.25), 300, 512, 2500),
@@ -114,7 +125,7 @@ TASKS = {
     ),
     "repositories": (
         Text(0.9, (0.5, 0.6), 64, 64, 6000),
-        Text(0.9, (0.6, 0.7), 64, 64, 9000),
+        Text(0.9, (0.0, 0.05), 64, 64, 9000),
         Text(0.95, (0.8, 0.9), 64, 64, 5000),
     ),
 }
@@ -144,7 +155,8 @@ def tasks_in_turn(order: Sequence[str], seed: int, adversary: Adversary | None =
     costs = Costs()
     for number, name in enumerate(order):
         texts, first = TASKS[name], 100 * seed + 10 * number
-        chosen(replace(texts[0], tokens=16, planned=16), costs, first, adversary)
+        how, launched = adversary or texts[0].accepts(), texts[0].machine_of(Launched)
+        answer(launched, costs, how, SHAPES, 16, 16, first, kind=0, prompt=texts[0].prompt)
         yield sum(chosen(text, costs, first + 1 + i, adversary) for i, text in enumerate(texts))
 
 
@@ -152,11 +164,16 @@ def plain_of(texts: Sequence[Text]) -> float:
     return float(sum(text.tokens - 1 for text in texts))
 
 
+@pytest.mark.parametrize("start", [0.7, START])
 @pytest.mark.parametrize("backwards", [False, True])
-def test_nearly_all_that_the_best_fixed_shape_gains(backwards):
-    """Over all tasks at least 80% of the best fixed shapes' speed, and of each task at least 60%, but for the
-    189 tokens of a first one, in which it learns.
+def test_nearly_all_that_the_best_fixed_shape_gains(backwards, start, monkeypatch):
+    """Over all tasks at least 80% of the speed of the best fixed shapes. These are chosen in hindsight, for
+    each task, and their draft's start is not counted, while the engine learns within 3,000 tokens what ten
+    shapes cost and bring. Of a single task 60%, since its texts may like other shapes than those before them;
+    but for the 189 tokens of a first task of short answers, which are about what learning takes. No task is
+    slower than plain decoding by more than 2% on average.
     """
+    monkeypatch.setattr(sys.modules[__name__], "START", start)
     order = list(TASKS)[:: -1 if backwards else 1]
     runs = [list(tasks_in_turn(order, seed)) for seed in range(RUNS)]
     taken = {name: sum(run[i] for run in runs) / RUNS for i, name in enumerate(order)}
@@ -164,6 +181,8 @@ def test_nearly_all_that_the_best_fixed_shape_gains(backwards):
     assert sum(best.values()) >= 0.8 * sum(taken.values())
     for name in order[backwards:]:
         assert best[name] >= 0.6 * taken[name], name
+    for name in order:
+        assert taken[name] <= 1.02 * plain_of(TASKS[name]), name
 
 
 def test_hopeless_drafts_take_no_more_than_2_percent_longer():

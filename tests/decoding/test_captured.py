@@ -32,6 +32,7 @@ WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
 ONE, THREE = prompts_of(11), prompts_of(7, 1, 12)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
@@ -44,12 +45,12 @@ def test_plain_decoding(family, sampling, prompts, tapes):  # noqa: F811
     ("shape", "prompts", "sampling"),
     [
         (CHAIN, ONE, WARM),
-        (CHAIN, THREE, Sampling()),
         (TREE, THREE, Sampling()),
-        (TREE, THREE, WARM),
         (TreeShape((1, 1, 1), ChildChoice.IID), THREE, WARM),
         (TreeShape((2, 4), ChildChoice.IID), ONE, WARM),
-        (TreeShape((2, 4), ChildChoice.IID), THREE, WARM),
+        pytest.param(CHAIN, THREE, Sampling(), marks=pytest.mark.slow),
+        pytest.param(TREE, THREE, WARM, marks=pytest.mark.slow),
+        pytest.param(TreeShape((2, 4), ChildChoice.IID), THREE, WARM, marks=pytest.mark.slow),
     ],
 )
 def test_longspec(sampling, shape, prompts, tapes):  # noqa: F811
@@ -247,6 +248,7 @@ def test_cuda_graphs_after_eviction_give_the_same_texts(shape, fused):
         assert Engine(target, parts).generate(prompts, **how).stats.capture_s > 0
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_experts_and_sinks_ask_the_host_for_nothing(family, shape, tapes):  # noqa: F811

@@ -30,6 +30,7 @@ DRAFTS = [
 ]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("name", "keys"), DRAFTS)
 @pytest.mark.parametrize(
     ("sampling", "children"),

@@ -42,6 +42,7 @@ def head(keys, target, *, rows=14, every=1, name="specontext") -> Parts:
     return spec.attach(module, target, config, limits)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("keys", HEADS, ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 def test_a_step_can_be_replayed(keys, sampling, made):

@@ -15,7 +15,7 @@ from longtrain.decoding import averages, captured
 from longtrain.decoding import control as control_module
 from longtrain.decoding import engine as engine_module
 from longtrain.decoding.averages import Acceptance, Costs, levels
-from longtrain.decoding.control import CHAINS, Control, ShapeChoice
+from longtrain.decoding.control import CHAINS, REFRESH, Control, ShapeChoice
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape
@@ -65,6 +65,7 @@ class ChainMachine(Machine):
         return self
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("draft_s", "verify_s"), [(2.1, 5.1), (0.3, 5.0), (0.05, 5.0)])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
 def test_speed_comes_close_to_the_best_fixed_shape(rate, draft_s, verify_s):
@@ -83,6 +84,7 @@ def test_a_draft_that_turns_good_is_found_and_one_that_turns_bad_is_left():
     assert Counter(machine.depths[-50:])[0] > 45
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("restarts", [True, False], ids=["restarts", "does not restart"])
 @pytest.mark.parametrize(
     ("draft_s", "verify_s", "heard_s", "restart_s"),
@@ -144,6 +146,7 @@ def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():
     assert control.paused and control.budget.lost_s > 0
     machine.run(0.95, 1200)
     assert not control.paused and min(machine.depths[-50:]) > 0
+    machine.run(1.0, 20)
     assert control.budget.affords(averages.MAX_LOSS * averages.RESERVE * 0.3), "all that may be saved"
     hard = Control(SHAPES, Costs(), restarts=False)
     hard.costs.learn((hard.kind, "alone"), chain(0), 1000, 0.3)
@@ -159,6 +162,125 @@ def test_a_draft_that_cannot_restart_is_not_followed_in_vain():
     machine = ChainMachine(control, 2.1, 5.1, heard_s=0.5)
     machine.run(0.0, 400, planned=512)
     assert control.paused and machine.tokens * 5.1 / machine.seconds > 0.97
+
+
+def test_what_a_draft_costs_in_plain_cycles_is_soon_known():
+    """Answers that end long before the most tokens that were asked for: else each would pay it to its end."""
+    costs, tokens, seconds = Costs(), 0, 0.0
+    for call in range(20):
+        control = Control(SHAPES, costs, restarts=False)
+        machine = ChainMachine(control, 0.6, 1.0, call, heard_s=0.12)
+        while machine.tokens < 24:
+            machine.run(0.0, 1, planned=512)
+        assert control._alone_s == 1.0
+        tokens, seconds = tokens + machine.tokens, seconds + machine.seconds
+    assert seconds <= 1.02 * tokens + averages.MAX_LOSS * 512, "the share of the tokens that a call plans"
+
+
+LOOKED_UP = (
+    chain(0),
+    TreeShape((), copied=4),
+    TreeShape((), copied=15),
+    TreeShape((1, 1), copied=13),
+)
+
+
+def test_look_up_returns_where_a_draft_that_cannot_restart_was_given_up():
+    """Its cycles are timed anew, as the draft no longer hears of the tokens."""
+    costs = Costs()
+    control = Control(LOOKED_UP, costs, restarts=False)
+    machine = Machine(
+        control,
+        lambda shape: 1.0 + 0.2 * (shape.copied > 0) + 0.4 * len(shape.widths),
+        heard_s=0.2,
+        look_restart_s=0.5,
+    )
+
+    def accepted(shape: TreeShape) -> int:
+        return shape.depth if len(machine.depths) > 150 else 0
+
+    for _ in range(500):
+        machine.cycle(accepted, length=1000, left=ENDLESS)
+        machine.hear(length=1000)
+    assert control.restarts and not control.paused and control.shapes == LOOKED_UP[:3]
+    assert machine.depths[-100:] == [15] * 100
+    assert costs.of((), LOOKED_UP[1], 1000) == pytest.approx(1.4)
+    assert costs.of(((), "look-up"), LOOKED_UP[2], 1000) == pytest.approx(1.2)
+    later = Control(LOOKED_UP, costs, restarts=False)
+    later.choose(length=1000, left=ENDLESS)
+    assert later._known[1] == pytest.approx(1.4), "beside the draft"
+    assert later.leave_out() and later._start_s == 0.0
+    later.choose(length=1000, left=ENDLESS)
+    assert later._known[1:] == pytest.approx(
+        [costs.of(((), "look-up"), one, 1000) or 1.4 for one in LOOKED_UP[1:3]]
+    )
+    assert not Control(SHAPES, costs, restarts=False).leave_out(), "there is no look-up"
+
+
+def known_times(draft_s: float) -> Costs:
+    """Times of plain cycles beside a draft, 1 second, and of all its shapes."""
+    costs = Costs()
+    for shape in SHAPES:
+        for _ in range(averages.TIMES):
+            costs.learn((), shape, 1000, draft_s if shape.depth else 1.0)
+    return costs
+
+
+def test_the_first_cycles_after_a_pause_are_timed():
+    """However many plain cycles there were before it."""
+    control = Control(SHAPES, known_times(50.0), restarts=False)
+    cycles = 0
+    while not control.paused:
+        assert not control.choose(length=1000, left=ENDLESS).depth
+        control.learn(chain(0), [0], length=1000)
+        cycles += 1
+    assert averages.TIMES + 1 < cycles < averages.MEMORY and control.times
+
+
+def test_a_draft_is_not_paused_where_the_plain_cycle_is_measured_again():
+    costs = known_times(1.1)
+    costs.count = REFRESH
+    control = Control(SHAPES, costs, restarts=True)
+    assert not control.choose(length=1000, left=ENDLESS).depth and not control.paused
+    costs.count += averages.TIMES
+    assert control.choose(length=1000, left=ENDLESS).depth and not control.paused
+
+
+def test_look_up_alone_is_expected_to_take_what_it_took_beside_the_draft():
+    """Until it was measured without the draft. A plain cycle beside it tells nothing of one without."""
+    costs = Costs()
+    for shape, seconds in zip(LOOKED_UP[:3], (1.2, 1.4, 1.5), strict=True):
+        for _ in range(averages.TIMES):
+            costs.learn((), shape, 1000, seconds)
+    for _ in range(averages.TIMES):
+        costs.learn(((), "look-up"), LOOKED_UP[2], 1000, 1.3)
+    control = Control(LOOKED_UP, costs, restarts=False)
+    assert control.leave_out()
+    control.choose(length=1000, left=ENDLESS)
+    assert control._known == [None, 1.4, 1.3]
+
+
+def test_short_prompts_do_not_make_the_start_with_a_long_one_dear():
+    """Of a start with few tokens most does not depend on them."""
+    costs = Costs()
+    costs.learn_start(8000, 9.0)  # it compiles
+    assert costs.start_s(8000) is None
+    costs.learn_start(8000, 0.008)
+    for tokens in (10, 20, 30, 40, 50, 60, 70):
+        costs.learn_start(tokens, 0.002)
+    assert costs.start_s(16000) == pytest.approx(0.016) and costs.start_s(4000) == pytest.approx(0.008)
+    assert costs.start_s(5) == 0.002 and costs.start_s(126) == pytest.approx(0.002 * 126 / 70)
+
+
+def test_what_a_start_costs_belongs_to_a_call():
+    costs = Costs()
+    for control in (Control(SHAPES, costs), Control(SHAPES, costs)):
+        control.learn_start(2.0, 1000)
+    later = Control(LOOKED_UP, costs, restarts=False)
+    later.starts(5000, length=5000, planned=64)
+    later.leave_out()
+    assert later._start_s == pytest.approx(10.0), "known without the draft, whose start it may pay for later"
+    assert Control(SHAPES, costs)._start_s == 0.0
 
 
 def test_only_what_may_be_best_is_measured():
@@ -336,6 +458,7 @@ def clock(monkeypatch) -> Callable[[TreeShape], float]:
     return seconds
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
 @pytest.mark.parametrize("capture", [False, True], ids=["uncaptured", "captured"])
 def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noqa: F811

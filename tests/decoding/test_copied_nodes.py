@@ -96,6 +96,7 @@ def distance(widths, copied, choice, sampling, *, wrong: bool = False) -> float:
     return float((probs_IX - true_IX).abs().sum(1).max() / 2)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("sampling", [SETTINGS[0], SETTINGS[2], SETTINGS[4]], ids=str)
 @pytest.mark.parametrize(
     ("widths", "copied", "choice"),

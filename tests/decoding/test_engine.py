@@ -36,6 +36,7 @@ def test_a_target_whose_logits_are_not_finite_is_refused(value):
             made.generate(PROMPTS, max_new_tokens=3)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("children", ChildChoice)
 def test_greedy_text_is_the_plain_one(shape, children):

@@ -98,6 +98,7 @@ def masked_continuation(model: Target, prompt: list[int], keep: Keep, b: int, n:
     return tokens[S:]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("evictor", ["snapkv", "ragged"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_text_is_that_of_a_model_that_cannot_see_evicted_rows(name, evictor):
@@ -124,6 +125,7 @@ def test_text_is_that_of_a_model_that_cannot_see_evicted_rows(name, evictor):
     assert out.stats.kept_entries == found["keep"].n_LBG.double().mean((0, 2)).tolist()
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("evictor", EVICTORS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_speculation_on_an_evicted_cache_changes_nothing(name, evictor):
@@ -141,6 +143,7 @@ def test_speculation_on_an_evicted_cache_changes_nothing(name, evictor):
         assert again.tokens == plain.tokens
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("evictor", EVICTORS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_prompt_gets_the_same_text_in_any_batch(name, evictor):
@@ -198,6 +201,7 @@ def test_rows_that_only_the_evictor_needs_are_not_bytes_before():
         assert stats.cache_bytes_full == plain > stats.cache_bytes
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("evictor", [None, "snapkv", "ragged"])
 def test_rows_after_eviction(evictor, draft):

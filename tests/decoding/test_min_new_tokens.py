@@ -72,7 +72,7 @@ def test_stop_ids_of_a_call_are_barred_and_others_are_not():
 
 @pytest.mark.parametrize("children", ChildChoice)
 def test_sampled_texts_follow_the_targets_law_without_the_ends(children):
-    n, vocab, prompt = 6_000, 6, [1, 2]
+    n, vocab, prompt = 2_500, 6, [1, 2]
     target, sampling = ToyTarget(vocab, eos=(4,)), Sampling(temperature=1.0, top_p=0.9, seed=11)
 
     def masked(text: tuple[int, ...]) -> float:

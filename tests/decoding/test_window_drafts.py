@@ -32,6 +32,7 @@ def target():
     return random_target("gemma3_micro", seed=3, dtype="float64")
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_sixty_greedy_texts_equal_plain_decoding(target, name, capture):

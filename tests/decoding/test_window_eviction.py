@@ -125,6 +125,7 @@ class Spelled(KVCache):
         return 0
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 50])
 @pytest.mark.parametrize(
     "policy",
@@ -170,6 +171,7 @@ def test_a_module_that_only_looks_on_changes_no_bit(target, policy):
         )
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
     "policy",
@@ -256,7 +258,16 @@ def test_what_evictors_do_not_take_is_refused_in_one_line():
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rule", ["window", "quest", "oracle", "previous", "clusterkv", "shadowkv"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "window",
+        "quest",
+        "clusterkv",
+        "shadowkv",
+        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("oracle", "previous")),
+    ],
+)
 def test_layers_without_a_window_read_selected_entries(target, rule):
     """With room for all entries the text is the target's own; with less, a draft gives plain decoding's."""
     prompts = token_ids(60, 41, least=2)

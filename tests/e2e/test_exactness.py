@@ -115,12 +115,13 @@ def check(
     ("name", "shape"), zip(TARGETS, (CHAIN, TREE), strict=True), ids=["llama-chain", "qwen3-tree"]
 )
 def test_greedy_text_of_512_tokens(name, shape, draft):
-    stats = check(name, torch.float32, 20, 512, Sampling(), shape, draft)
+    stats = check(name, torch.float32, 6, 512, Sampling(), shape, draft)
     if draft == "crib":
         taus = [sum(c.accepted + 1 for c in row) / len(row) for row in stats.rows]
         assert min(taus) < 1.8 and max(taus) > 3.5  # rows advance at very different speeds
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", TARGETS)
@@ -128,6 +129,7 @@ def test_greedy_text_in_double_precision(name, shape, draft):
     check(name, torch.float64, 5, 64, Sampling(), shape, draft)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", TARGETS)

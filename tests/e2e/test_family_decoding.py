@@ -13,7 +13,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
-from longtrain.evaluation.suites.acceptance import attention_mass
+from longtrain.evaluation.suites.acceptance import MASS_ROWS, attention_mass
 from longtrain.features.target import keys_before_rope
 from longtrain.kernels.fused_layer import rotated
 from longtrain.methods.eagle3.config import Config as Eagle3Config
@@ -63,7 +63,7 @@ def longspec(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_draft_is_the_plain_text(family):
-    model, prompts = target(family), token_ids(3, 7, 8, 12, 17)
+    model, prompts = target(family), token_ids(3, 8, 17)
     how = {"max_new_tokens": 16, "ignore_eos": True}
     plain = Engine(model).generate(prompts, shape=PLAIN, **how).tokens
     accepted = {}
@@ -185,8 +185,8 @@ def test_drafts_of_other_engines_rotate_whole_heads(family):
 def test_attention_is_measured_with_the_targets_own_queries(family):
     """A share of attention outside of a window, against the model's eager attention weights."""
     model = target(family)
-    prompt = token_ids(20)[0]
-    found = attention_mass(model, prompt, layer=1, window=4, rows=8).outside
+    prompt = token_ids(MASS_ROWS + 12)[0]
+    found = attention_mass(model, prompt, layer=1, window=4)["outside"]
     model.model.set_attn_implementation("eager")
     if model.family.sinks:
         model.model.config.sliding_window = 128  # cleared where no layer has one
@@ -195,7 +195,7 @@ def test_attention_is_measured_with_the_targets_own_queries(family):
     finally:
         model.model.set_attn_implementation("longtrain")
         model.model.config.sliding_window = None
-    pos = torch.arange(20)
-    outside = pos[None] < pos[-8:, None] - 4
-    expected = float((weights[:, -8:] * outside).sum(-1).mean())
+    pos = torch.arange(len(prompt))
+    outside = pos[None] < pos[-MASS_ROWS:, None] - 4
+    expected = float((weights[:, -MASS_ROWS:] * outside).sum(-1).mean())
     assert found == pytest.approx(expected, abs=1e-5)

@@ -13,10 +13,11 @@ import pytest
 EVALUATED = ["lengths=[128]", "suite.prompts=1", "suite.max_new_tokens=4", "suite.bootstrap=10"]
 TIMED = ["suite.speed_prompts=1"]
 SHORT = ["decode.max_new_tokens=4"]
-STEPS = ["trainer.max_steps=2"]
+STEPS = ["trainer.max_steps=2", "data.val_sequences=1"]
 HERE = [
     *("target=tiny", "data=excerpt", "trainer=cpu", "method.offset_max_tokens=4096"),
-    "data.stages=[{fraction: 1.0, sequence_tokens: 512, doc_tokens: 512}]",
+    "data.stages=[{fraction: 1.0, sequence_tokens: 256, doc_tokens: 256}]",
+    "data.val_sequences=1",
 ]
 """In the place of a target, data and GPUs that are not on this machine."""
 SMALLER = {

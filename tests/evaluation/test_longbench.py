@@ -157,8 +157,6 @@ def test_a_task_is_scored_as_the_official_loop_does() -> None:
             total_score += score
         assert task_score(scores) == round(100 * total_score / len(scores), 2)
     assert task_score([1 / 3]) == 33.33 and task_score([0.00125]) == 0.12
-    with pytest.raises(DataError, match="no scored example"):
-        task_score([])
 
 
 def official_ids(tokenizer: Any, prompt: str, max_length: int, chat: bool) -> list[int]:

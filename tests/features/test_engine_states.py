@@ -216,6 +216,7 @@ def test_states_that_do_not_begin_with_the_embeddings_are_refused_if_id_0_says_s
     assert "\n" not in str(error.value) and "features.layer_ids=[...]" in str(error.value)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embeddings_are_known_by_the_states_rounding(tmp_path, stored, dtype):

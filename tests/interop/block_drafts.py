@@ -14,8 +14,8 @@ from longtrain.methods.dspark.formats import FORMATS
 from longtrain.methods.dspark.formats.blocks import block_states
 from longtrain.methods.dspark.mask_token import choose_mask_token
 from longtrain.methods.dspark.modules import DSparkDraft
-from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
+from tests.helpers import target_from_model
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512}

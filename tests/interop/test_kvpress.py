@@ -23,8 +23,8 @@ from longtrain.decoding.prefill import prefill
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.spec import SPEC
-from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
+from tests.helpers import target_from_model
 
 SMALL: dict[str, Any] = {"n_lookahead": 5, "lora_rank": 3, "lora_alpha": 12.0}
 CONFIGS = {

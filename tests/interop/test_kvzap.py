@@ -20,9 +20,9 @@ from longtrain.decoding.prefill import prefill
 from longtrain.methods.kvzap.config import Config
 from longtrain.methods.kvzap.modules import KVzap, PredictedScores
 from longtrain.methods.kvzap.runtime import KVzapEvictor
-from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
 from longtrain.targets.step import TokenBatch
+from tests.helpers import target_from_model
 from tests.methods.kvzap.held_back import decoded, positions
 
 THRESHOLD, WINDOW = 0.0, 8

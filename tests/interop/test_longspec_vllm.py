@@ -20,7 +20,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.targets.loading import target_from_model
+from tests.helpers import target_from_model
 from tests.interop.recorder import Recorder
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,11 @@ from torch import Tensor
 from longtrain.files import write_files
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
-from longtrain.methods.eagle3.formats.golden import rotary_of
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.recursion import recursion, rows_back
-from longtrain.targets.loading import target_from_model
+from longtrain.methods.rope import rotary_of
 from longtrain.targets.model import Target
+from tests.helpers import target_from_model
 
 SPECULATORS = Environment(
     "speculators-0.9.0",

@@ -21,8 +21,8 @@ from longtrain.decoding.roles import TreeShape, usual_children
 from longtrain.files import write_files
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
-from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
+from tests.helpers import target_from_model
 from tests.interop.recorder import Recorder
 
 SHA256 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"

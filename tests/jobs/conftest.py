@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain import cli, methods, provenance
+from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
 from longtrain.config import RunConfig
 from longtrain.methods.longspec.config import Config
@@ -86,3 +87,11 @@ def text(tmp_path) -> Path:
     (folder / "book_one.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 20)
     (folder / "tool.py").write_text("def f(x):\n    return x + 1\n\n" * 40)
     return folder
+
+
+@pytest.fixture
+def artifact(tmp_path, target_folder, trained):
+    """The folder of the artifact `draft`."""
+    target = load_target(target_folder)
+    made = Artifact.from_module("longspec", Config(window=16), module=trained, target=target)
+    return made.save(tmp_path / "checkpoints" / "draft")

@@ -159,6 +159,7 @@ def lines(folder):
     return sorted(content(folder).splitlines())
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("stop", [0, 1, 40, 111, 300])
 @pytest.mark.parametrize("more", [(), ("b", "cc")])
 def test_a_run_that_was_stopped_writes_what_one_that_was_not_writes(tmp_path, stop, more):
@@ -610,7 +611,7 @@ def test_conversations_are_those_of_fresh_prompts_in_any_batch_and_stopped_anywh
     """Questions of 1, 2 and 30 tokens; a tenth of all tokens ends an answer, and the last are cut."""
     target, most, asked = load_target("tiny", dtype=dtype), 12, ("2", "30", "1")
     ends = frozenset(range(0, target.info.vocab_size, 10))
-    given = [replace(one, more=asked[number % 4 :], more_tokens=50) for number, one in enumerate(prompts(12))]
+    given = [replace(one, more=asked[number % 4 :], more_tokens=50) for number, one in enumerate(prompts(6))]
 
     def following(messages, before, name):
         answer, question = messages[-2]["content"], messages[-1]["content"]
@@ -632,9 +633,9 @@ def test_conversations_are_those_of_fresh_prompts_in_any_batch_and_stopped_anywh
         files.close()
         return whole
 
-    assert write("whole", batch) and write("other", 12)
-    rounds = [write("cut", batch, steps) for steps in (9, 20, 30)]
-    assert rounds == [False] * 3 and write("cut", batch)
+    assert write("whole", batch) and write("other", 6)
+    rounds = [write("cut", batch, steps) for steps in (9, 20)]
+    assert rounds == [False] * 2 and write("cut", batch)
     rows = {row["name"]: row["messages"] for row in map(json.loads, lines(tmp_path / "whole"))}
     assert lines(tmp_path / "other") == lines(tmp_path / "cut") == lines(tmp_path / "whole")
     lengths = Counter()
@@ -666,7 +667,7 @@ def test_texts_go_on_from_a_kept_prompt_in_layers_with_windows(family):
     target = random_target(shape, seed=3, dtype=torch.float64)
     rng = torch.Generator().manual_seed(1)
     prompt, *questions = (
-        torch.randint(2, target.info.vocab_size, (n,), generator=rng).tolist() for n in (50, 1, 7, 8, 9)
+        torch.randint(2, target.info.vocab_size, (n,), generator=rng).tolist() for n in (50, 1, 8, 9)
     )
     places = Places(target, 2, 100, Sampling())
     places.begin([1], [prompt], [0], most=1)

@@ -12,7 +12,7 @@ from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainErr
 from longtrain.jobs import eval as evaluation
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.targets.loading import load_target, random_target
+from longtrain.targets.loading import random_target
 
 FOLDER = "runs/one/eval/acceptance"
 SMALL = (
@@ -22,13 +22,6 @@ SMALL = (
     "suite.max_new_tokens=12",
     "suite.bootstrap=50",
 )
-
-
-@pytest.fixture
-def artifact(tmp_path, target_folder, trained):
-    target = load_target(target_folder)
-    made = Artifact.from_module("longspec", Config(window=16), module=trained, target=target)
-    return made.save(tmp_path / "checkpoints" / "draft")
 
 
 @pytest.fixture

@@ -14,19 +14,11 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.jobs import generate, train
-from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv import config as lookaheadkv
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.targets.loading import load_target
 
 NEW = ("decode.max_new_tokens=20",)
-
-
-@pytest.fixture
-def artifact(tmp_path, target_folder, trained):
-    target = load_target(target_folder)
-    made = Artifact.from_module("longspec", Config(window=16), module=trained, target=target)
-    return made.save(tmp_path / "checkpoints" / "draft")
 
 
 @pytest.fixture

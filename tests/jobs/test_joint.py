@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import signal
@@ -161,3 +162,30 @@ def test_stored_features_serve_the_drafts_and_not_what_watches_a_pass(trained, t
     three = ["method=joint", *members(*ALL), f"features.folder={tmp_path / 'others'}", "features=fill"]
     with pytest.raises(ConfigError, match="watches every layer of the target, and that is not stored"):
         trained("three", *three)
+
+
+def test_the_recipe_for_published_weights_teaches_all_three_with_muon(composed, words, tmp_path):
+    """Its values as they are, sizes aside: its patterns match, and each draft's loss falls."""
+    sizes = {
+        "longspec": {"window": 8, "chunk_tokens": 32},
+        "eagle3": {"draft_vocab_size": 64, "layers": "[0,1]", "window": 8, "chunk_tokens": 32},
+        "dspark": {
+            "draft_vocab_size": 64, "layers": "[0]", "n_kv_heads": 4, "windows": "[5,5,5,null,null]",
+            "chunk_tokens": 64, "mask_token": 0,
+        },
+    }  # fmt: skip
+    fit = [
+        f"method.members.{name}.{key}={value}" for name, keys in sizes.items() for key, value in keys.items()
+    ]
+    fit += [f"method.members.{name}.offset_max_tokens=2048" for name in sizes]
+    long = ["trainer.max_steps=16", "trainer.sequences_per_step=2", "trainer.accumulate_grad_batches=1"]
+    long += ["trainer.log_every=1", "trainer.val_every=0", "trainer.gradient_clip_val=1.0"]
+    cfg = composed("train", "+recipe=joint_qwen25_coder", *words, *fit, *long)
+    train.run(cfg)
+    assert cfg.optim.name == "muon"
+    heads = {name for name in weights(tmp_path / "runs/one/train") if fnmatch.fnmatch(name, "*.lm_head*")}
+    assert heads == {"eagle3.lm_head.weight", "dspark.lm_head.weight"}
+    rows = table.read(tmp_path / "runs/one/train/metrics.csv")
+    for name in sizes:
+        losses = [float(row[f"train/{name}/loss"]) for row in rows]
+        assert sum(losses[-4:]) < sum(losses[:4])

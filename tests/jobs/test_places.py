@@ -57,9 +57,9 @@ def written(places, sequences, *, together=1, most=lambda one: MOST):
     [
         (Sampling(), 1, 1),
         (SAMPLED, 3, 2),
-        (Sampling(), 20, 5),
         pytest.param(SAMPLED, 1, 1, marks=pytest.mark.slow),
         pytest.param(Sampling(), 3, 2, marks=pytest.mark.slow),
+        pytest.param(Sampling(), 20, 5, marks=pytest.mark.slow),
         pytest.param(SAMPLED, 20, 5, marks=pytest.mark.slow),
     ],
 )

@@ -6,13 +6,18 @@ import math
 import numpy as np
 import pytest
 
+from longtrain.assets import asset_dir
 from longtrain.data.packing.pack import plan_run
 from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError
 from longtrain.features.forms import Form
 from longtrain.features.identity import Identity
 from longtrain.jobs import plan, prepare
+from longtrain.jobs.planning import run_plan
 
+PATTERNED = [
+    file.stem for file in asset_dir("recipes").glob("*.yaml") if "lr_multipliers" in file.read_text()
+]
 STAGE = "data.stages=[{epochs: 2, sequence_tokens: 64, doc_tokens: 32}]"
 
 
@@ -103,6 +108,23 @@ def test_what_does_not_fit_is_told_with_what_does(composed, tmp_path, capsys):
     assert row["fits"] == "yes" and again["advice"] is None
     assert row["memory_bytes"]["peak"] == found["advice"]["peak_bytes"] < 120e9  # issue: at most 120 GB a GPU
     assert 32768 < row["largest_sequence_tokens"] <= 2**22 and again["layout"]["shard"]
+
+
+@pytest.mark.parametrize("recipe", PATTERNED)
+def test_patterns_of_recipes_match_what_they_train(composed, recipe):
+    """At the published shape; `trained` refuses others."""
+    found = run_plan.RunPlan(composed("train", f"+recipe={recipe}", "target.path=null"))
+    assert found.cfg.optim.lr_multipliers and found.moments > found.trained
+
+
+def test_muon_stores_one_moment_of_a_matrix(composed, tmp_path):
+    """All of LongSpec's weights but its three norms are matrices that Muon trains."""
+    adamw, muon = (planned(composed, tmp_path, f"optim={name}") for name in ("adamw", "muon"))
+    trained = adamw["method"]["trained"]
+    saved = [one["disk_bytes"]["checkpoint"] for one in (adamw, muon)]
+    assert saved == [12 * trained, 8 * trained + 4 * 3 * 8192]
+    held = [one["stages"][0]["memory_bytes"]["trained"] for one in (adamw, muon)]
+    assert held[0] - held[1] == saved[0] - saved[1]
 
 
 def test_a_setting_whose_ranks_cannot_share_the_rows_is_not_proposed(composed, tmp_path, capsys):

@@ -156,8 +156,8 @@ def test_what_is_too_small_is_told_with_bytes_and_advice(
 ) -> None:
     from longtrain.costs.footprint import Footprint, Spread
 
-    plan: Any = SimpleNamespace(held=Footprint(target=17 * GIB), trained=0, layout=Spread())
-    monkeypatch.setattr(ranks_check, "checkpoint_bytes", lambda trained: GIB)
+    plan: Any = SimpleNamespace(held=Footprint(target=17 * GIB), trained=0, moments=0, layout=Spread())
+    monkeypatch.setattr(ranks_check, "checkpoint_bytes", lambda trained, moments: GIB)
     rich = {"node": "a", "room": {"gpu": 80 * GIB, "host": 9 * GIB, "disk": 9 * GIB}}
     words = check_room(plan, [rich, {"node": "b", "room": {"gpu": 20 * GIB}}])
     assert words[0] == "gpu=20 GiB free (19.9 needed)" and len(words) == 3

@@ -111,6 +111,22 @@ def test_texts_are_those_of_the_engine(serving, target):
         assert events[-1].usage.completion_tokens == 12
 
 
+def test_by_default_each_step_of_a_request_drafts_what_pays(composed, target, monkeypatch):
+    """Texts stay those of plain decoding, request after request of the same engine."""
+    monkeypatch.delenv(serve.KEY, raising=False)
+    cfg = composed("serve", "target.path=tiny", "served_name=tiny", "artifact=tiny_longspec")
+    assert cfg.decode.shape == "auto"
+    running = Running(serve.app_of(cfg))
+    wanted = Engine(target).generate([target.tokenizer(TEXT).input_ids], max_new_tokens=24).texts[0]
+    try:
+        for temperature in (0, 0, 1, 0):
+            asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 24, "temperature": temperature, "seed": 3}
+            text = running.client.completions.create(**asked).choices[0].text
+            assert temperature or text == wanted
+    finally:
+        running.stop()
+
+
 def test_several_prompts_stop_strings_and_seeds(serving, target):
     client = serving().client
     two = client.completions.create(model="tiny", prompt=[TEXT, "Once upon"], max_tokens=8, temperature=0)

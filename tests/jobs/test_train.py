@@ -111,6 +111,19 @@ def test_a_run_leaves_all_that_it_should(compose, tmp_path, drawn):
     assert "cross_attn.q_proj.weight" in names and not [name for name in names if "target" in name]
 
 
+@pytest.mark.parametrize("begin", [train.check, train.run])
+def test_a_pattern_that_matches_nothing_is_told_before_data_are_prepared(compose, tmp_path, begin):
+    says = r"'q_porj\*' matches no trainable parameter; nearest of \d+: \S*q_proj\.weight"
+    with pytest.raises(ConfigError, match=says):
+        begin(compose("+optim.lr_multipliers={q_porj*: 0.5}"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_so_it_is_where_the_target_itself_is_trained(composed):
+    with pytest.raises(ConfigError, match=r"'q_porj\*' matches no trainable parameter"):
+        train.check(composed("train", "method=pretrain", "optim.lr_multipliers={q_porj*: 0.5}"))
+
+
 def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
     """Shifts are drawn."""
     from longtrain.methods.longspec.objective import LongSpecObjective

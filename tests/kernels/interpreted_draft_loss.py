@@ -39,6 +39,7 @@ def loss_and_gradients(parts, dtype, *, trained, objective, block_rows=0):
     return loss.total.detach().double(), loss.hit_T, [grad.double() for grad in grads]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("objective", DRAFT_OBJECTIVES)
 @pytest.mark.parametrize(
     ("J", "R", "W", "V", "K", "dtype"),
@@ -113,6 +114,7 @@ def test_without_a_gradient_the_logits_stay():
     assert torch.equal(logits, before) and (pairs.value_JB > 0).all()
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("ce_share", [0.0, 1 / 19, 1.0, None], ids=lambda x: "hybrid" if x is None else None)
 @pytest.mark.parametrize(
     ("B", "V", "dtype"), [(5, 37, torch.float32), (3, 2500, torch.float32), (4, 300, torch.bfloat16)]

@@ -7,6 +7,7 @@ from entry_move_cases import move_case, written_out
 from longtrain.kernels.entry_moves import Programs, move_entries
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("programs", [None, Programs(1, 256), Programs(5, 512), Programs(24, 256)])
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_rows_are_moved(paged, programs):

@@ -19,6 +19,7 @@ def test_the_first_of_the_largest(dtype):
     assert got[0, 1] == 0 and got[1, 2] == 4321
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 3), (2, 1), (9, 2), (21, 3)])
 def test_paths(nodes, vocab, limited, monkeypatch):

@@ -22,6 +22,7 @@ def case(T, H, G, D, M, dtype, masked):
     return wide[:, :H], draw(T, H, D), draw(H, T).float().t(), own, draw(T, H, D), draw(T, H, D)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("T", "H", "G", "D", "M", "dtype"),

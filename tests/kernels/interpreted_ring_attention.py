@@ -7,6 +7,7 @@ from ring_cases import W, case
 from longtrain.kernels import ring_attention as ring
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("nodes", "level", "ahead", "sinks"), [(1, 1, 0, 0), (3, 1, 2, 4), (40, 35, 3, 0), (40, 35, 3, 7)]

@@ -17,6 +17,7 @@ TILES = (
 )
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.slices}")
 @pytest.mark.parametrize(("rows", "features"), [(1, 70), (5, 64), (16, 70)])
 def test_product(tile, rows, features):

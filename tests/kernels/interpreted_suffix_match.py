@@ -8,6 +8,7 @@ from longtrain.kernels import suffix_match
 from longtrain.kernels.suffix_match import kernel, longest_match
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("places", [16, 1024], ids=["many blocks", "one block"])
 @pytest.mark.parametrize("most", [1, 3, 40])
 def test_the_matches_are_torchs(places, most, monkeypatch):

@@ -10,6 +10,7 @@ from longtrain.kernels.top_entries.kernel import ChoiceTile
 SMALL = ChoiceTile(groups=64, columns=32, block=64, warps=(1, 1, 1))
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("few", [2048, 64], ids=["all at once", "in turns"])
 @pytest.mark.parametrize(
     ("kind", "forced"),

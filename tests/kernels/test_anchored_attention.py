@@ -55,6 +55,7 @@ def ours(window, scale=0.3, anchors=ANCHORS, bounds=BOUNDS):
     return call
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 500])
 @pytest.mark.parametrize(("heads", "rows"), [((4, 2), 5), ((3, 3), 1), ((6, 1), 2)])
 def test_outputs_and_gradients_equal_the_whole_mask_fp64(window, heads, rows, monkeypatch):

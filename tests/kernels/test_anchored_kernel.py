@@ -36,6 +36,7 @@ def compiled(name, dim, group, *, capability=90, shared=227 * 1024, **more):
     return built
 
 
+@pytest.mark.corners
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
 @pytest.mark.parametrize(
     ("dim", "group"), [(64, 7), pytest.param(128, 4, marks=pytest.mark.slow), (256, 2)], ids=str

@@ -150,6 +150,7 @@ def test_add_rms_norm(device, dtype, width, adds, monkeypatch):
     assert (got[0] is x) == (not adds)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_rows_enter(device, dtype, constant, path, ahead, steps, scale, monkeypa
     close(*found)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((6, 1), 24), ((5, 5), 128)])
 @pytest.mark.parametrize("normed", [False, True])
@@ -218,6 +220,7 @@ def test_swiglu(device, dtype, width, monkeypatch):
     close([kernel(monkeypatch, "swiglu", x)], [reference(monkeypatch, "swiglu", x)])
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(1, 2, 16), (5, 3, 24)])
 @pytest.mark.parametrize(
@@ -247,6 +250,7 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, fixed,
     assert torch.equal(buffers[0], expected)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("part", [1, 2])

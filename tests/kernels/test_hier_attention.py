@@ -11,6 +11,7 @@ from longtrain.kernels.hierarchical.reference import dequantise
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("mask", ["none", "causal", "tree"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("split", list(Split))

@@ -91,6 +91,7 @@ def test_blocks_read_back(split, dim):
             assert not got[1, :, BLOCK:].any()
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("split", Split)
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128, 256])
 def test_it_compiles_for_hopper_without_spills(split, dim):
@@ -134,6 +135,7 @@ def test_numbers_without_a_code_are_found(value):
     assert not hierarchical.unsound(planes, ring, lens).any()
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("split", Split)
 @pytest.mark.parametrize("largest", [hierarchical.LARGEST, -hierarchical.LARGEST])
 @pytest.mark.parametrize("others", ["usual", "equal", "opposite", "zero", "tiny", "odd"])

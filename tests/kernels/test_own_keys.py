@@ -70,6 +70,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("own", [0, 1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_every_gradient_equal_the_dense_mask(case, own, way):

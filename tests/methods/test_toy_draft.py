@@ -108,7 +108,7 @@ def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, 
         return capsys.readouterr()
 
     plain, _ = text_of("decode=autoregressive")
-    for shape in ("[1,1,1]", "[2,4,4]", "auto"):
+    for shape in ("[2,4,4]", "auto"):
         drafted, about = text_of(f"artifact={made}", f"decode.shape={shape}")
         assert drafted == plain, shape
         assert shape == "auto" or "accepted" in about, shape  # auto may find that drafting does not pay here
@@ -157,7 +157,7 @@ def test_it_learns_what_it_is_trained_on_and_then_is_accepted(registered):
     module = spec.build(spec.config(), target.info)
     objective = spec.objective(module, target, spec.config())
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    for _ in range(60):
+    for _ in range(30):
         loss = objective(batch)
         optimizer.zero_grad()
         (loss.total / loss.tokens).backward()

@@ -24,7 +24,7 @@ from tests.families import EXPERTS, FAMILIES, drawn, usual
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """fp64 weights: norms, angles and routers compute in fp32 inside these models, whatever the dtype."""
-SEEDS = 20
+SEEDS = 8
 
 
 def checkpoint(tmp_path, tokenizer_folder, values, seed):
@@ -111,6 +111,7 @@ def test_in_bf16_rows_of_a_pass_equal_single_tokens_within_its_noise(family):
     assert sum(int((a != b).any(-1).sum()) for a, b in pairs) <= 0.05 * 24 * layers
 
 
+@pytest.mark.corners
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EXPERTS)

@@ -102,6 +102,7 @@ def test_layers_that_eagle3_reads_differ_on_shallow_targets_too():
     assert draft.fc.in_features == len(layers_of(Eagle3Config(), 3)) * info.hidden_size == 2 * 48
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("family", [*windows.FAMILIES, "gpt_oss"])
 @pytest.mark.parametrize("cut", [3, 8, 30])
 def test_a_text_that_goes_on_from_a_cached_prompt_is_that_of_the_whole(family, cut):

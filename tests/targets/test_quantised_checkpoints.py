@@ -109,6 +109,7 @@ def equals(target, stock):
         assert name == other and torch.equal(mine, theirs), name
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", ["tensor", (16, 16), (32, 8)])
@@ -122,6 +123,7 @@ def test_fp8_is_what_transformers_makes_of_it(write, block, scale_dtype, dtype):
     equals(load_target(folder, dtype=dtype), stock)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", ["tensor", "channel", [16, 16]])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from longtrain.decoding.engine import Engine
-from longtrain.errors import ConfigError
 from longtrain.targets.loading import random_target
 from longtrain.targets.stock import cache_keyword, decode_stock
 
@@ -25,11 +24,6 @@ def test_it_gives_the_engines_text(family, fused):
     own = Engine(target).generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
     assert stock.tokens == own.tokens
     assert stock.prefill_s > 0 and stock.decode_s > 0
-
-
-def test_prompts_are_of_one_length():
-    with pytest.raises(ConfigError, match=r"prompts of \[1, 2\] tokens"):
-        decode_stock(random_target("llama_micro"), [[5], [6, 7]], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

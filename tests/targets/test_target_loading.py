@@ -11,8 +11,9 @@ from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.targets.attention import attend
 from longtrain.targets.info import TargetInfo, check_supported
-from longtrain.targets.loading import load_target, random_target, target_from_model
+from longtrain.targets.loading import load_target, random_target
 from longtrain.targets.shapes import SHAPES
+from tests.helpers import target_from_model
 
 
 def tokenizer(words):
@@ -230,6 +231,14 @@ def test_weights_that_do_not_fit_the_config(folder):
          r"has num_experts_per_tok=5 \(allowed: 1 to 4, its experts\)"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok=0"),
         ({"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 9}, "allowed: 1 to 8"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 2, "topk_group": 3},
+         r"has topk_group=3 \(allowed: 1 to 2, n_group\)"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "topk_group": 0}, r"topk_group=0 \(allowed"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 3}, "n_group=3, and 8 experts"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 8}, r"n_group=8, .*2 or more"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 0}, "n_group=0,"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 4, "num_experts_per_tok": 3},
+         r"has num_experts_per_tok=3 \(allowed: 1 to 2, the experts of topk_group groups\)"),
         ({"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 9}, "allowed: 1 to 8"),
         ({"model_type": "deepseek_v3"}, "MLA"),
         ({"model_type": "gemma2"}, "softcap"),

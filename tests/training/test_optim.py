@@ -30,6 +30,10 @@ def test_multipliers_scale_the_rate_by_name():
     assert rates == {(1.0, 0.0), (0.1, 0.1), (0.1, 0.0)}
     with pytest.raises(ConfigError, match=r"'porj\.\*' matches no.* write ~optim\.lr_multipliers"):
         Optim(lr_multipliers={"porj.*": 0.1}).build(params(), max_steps=10)
+    many = nn.ModuleDict({f"layer{n}": nn.LayerNorm(2) for n in range(5)} | {"head": nn.Linear(2, 2)})
+    says = r"'lm_head\*' matches no.*; nearest of 12: head\.weight, head\.bias, (layer\S+[,;] ){4}write"
+    with pytest.raises(ConfigError, match=says):
+        Optim(lr_multipliers={"lm_head*": 0.1}).trainable(many.named_parameters())
 
 
 def test_schedules_warm_up_peak_and_end():
@@ -96,6 +100,19 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest_and_both_go_on_from_thei
     for one in ((module, optimizer, schedule), (reference, again, rates)):
         step(*one)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_are_those_that_the_optimizer_stores(name):
+    module = nn.ModuleDict({"lm_head": nn.Linear(4, 6), "norm": nn.LayerNorm(4), "proj": nn.Linear(4, 4)})
+    settings = Optim(name=name)
+    optimizer, _ = settings.build(module.named_parameters(), max_steps=1)
+    sum(value.sum() for value in module.parameters()).backward()
+    optimizer.step()
+    stored = [one for state in optimizer.state.values() for key, one in state.items() if key != "step"]
+    counted = settings.moments(module.to("meta").named_parameters())
+    assert counted == sum(one.numel() for one in stored)
+    assert counted == 2 * 58 - (16 if name == "muon" else 0)
 
 
 def test_muon_without_matrices_or_under_zero_is_refused():

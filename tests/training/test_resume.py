@@ -79,15 +79,6 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, monkeypatch, step):
     same_state(newest(tmp_path / "whole"), newest(tmp_path / "cut"))
 
 
-def test_a_setting_added_later_may_be_missing_where_it_changes_nothing(tmp_path):
-    toy.train(tmp_path, steps=2, facts={"method.x": 1})
-    saved = newest(tmp_path)
-    checkpoint.check_facts(saved, {**saved.facts, "method.level_inputs": False, "method.start_norm": 3.0})
-    for key, value in (("level_inputs", True), ("another", False)):
-        with pytest.raises(ConfigError, match=rf"method\.{key}: None -> {value}\)"):
-            checkpoint.check_facts(saved, {**saved.facts, f"method.{key}": value})
-
-
 def test_handlers_are_given_back(tmp_path, monkeypatch):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     toy.train(tmp_path / "a", steps=2)
@@ -146,16 +137,6 @@ def test_sigterm_to_a_process_saves_and_leaves_with_zero(tmp_path):
     assert process.exitcode == 0
     step = checkpoint.read(tmp_path / "checkpoints" / "last.ckpt").step
     assert 0 < step < 10000 and table.read(tmp_path / "metrics.csv")[-1]["step"] == str(step)
-
-
-def test_a_setting_that_is_gone_matters_only_where_it_had_another_value(tmp_path):
-    def resumed(views):
-        facts = {"method.window": 4, "method.members.eagle3.views": views}
-        checkpoint.check_facts(checkpoint.Saved(tmp_path, 3, facts, {}), {"method.window": 4})
-
-    resumed(["full"])
-    with pytest.raises(ConfigError, match=r"method\.members\.eagle3\.views: .*int4.* -> None"):
-        resumed(["full", {"cache": "int4"}])
 
 
 def test_resume_refuses_settings_that_changed(tmp_path):

@@ -207,9 +207,6 @@ def respond(
         batch_tokens: largest number of tokens of a call, padding and answers included; a longer prompt is
             answered alone.
         answer_tokens: tokens of the longest answer.
-
-    Raises:
-        DataError: `generate` returned another number of answers than prompts.
     """
     missing = {answers.key(prompt): prompt for prompt in prompts}
     absent = {key: prompt for key, prompt in missing.items() if key not in answers.done}
@@ -217,12 +214,7 @@ def respond(
     todo = sorted((prompt for key, prompt in absent.items() if answers.mine(key)), key=len)[::-1]
     groups = list(_groups(todo, batch, batch_tokens, answer_tokens))
     for group in follow(groups, "answers", total=len(groups), unit="batches"):
-        responses = generate(group)
-        if len(responses) != len(group):
-            raise DataError(
-                f"{len(group)} prompts were given to the target, {len(responses)} answers came back"
-            )
-        answers.add(group, responses)
+        answers.add(group, generate(group))
     for prompt in prompts:
         yield answers.done.get(answers.key(prompt))
 

@@ -264,10 +264,10 @@ class Tokenise:
                 except DataError as error:
                     self.report(error)
             else:
-                item = (_some(document.ids_T), _some(document.mask_T))
-                if item[1][1:].all():
-                    self._keep_text(document, item[0], index)
-                items.append((document, *item))
+                assert document.ids_T is not None and document.mask_T is not None
+                if document.mask_T[1:].all():
+                    self._keep_text(document, document.ids_T, index)
+                items.append((document, document.ids_T, document.mask_T))
         for document, ids_T, mask_T in self._with_answers(items, source):
             try:
                 kept = self._limited(document, ids_T, mask_T)
@@ -391,9 +391,3 @@ def _refuse(error: DataError) -> None:
     """
     skip = "; or pass data.on_error=skip, which leaves such documents out"
     raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error
-
-
-def _some(value: Any) -> Any:
-    if value is None:
-        raise DataError("a document holds neither text, messages nor ids; give it one of them")
-    return value

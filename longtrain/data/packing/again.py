@@ -13,24 +13,14 @@ import glob
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from longtrain.data.packing.prepared import Prepared, read_manifest
 from longtrain.errors import DataError
 from longtrain.log import get_logger
-from longtrain.settings import from_file
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class _Keyed:
-    """The keys of a source in a manifest by which it is found again; it has more."""
-
-    key: str | None = None
-    read: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,8 @@ def tokenised_before(folder: Path, keys: Sequence[str | None], vocab_size: int) 
         manifest = read_manifest(other) or {}
         if manifest.get("vocab_size") != vocab_size:
             continue
-        sources = _keyed(manifest)
-        mine = [(n, wanted[one.key]) for n, one in enumerate(sources) if one.key in wanted]
+        sources = manifest.get("sources") or []
+        mine = [(n, wanted[one["key"]]) for n, one in enumerate(sources) if one.get("key") in wanted]
         if not (mine := [(n, index) for n, index in mine if index not in found]):
             continue
         try:
@@ -82,16 +72,5 @@ def tokenised_before(folder: Path, keys: Sequence[str | None], vocab_size: int) 
             continue
         if data.manifest != manifest:  # replaced in between
             continue
-        found |= {index: SourceAgain(data, n, sources[n].read or {}) for n, index in mine}
-    return found
-
-
-def _keyed(manifest: Mapping[str, Any]) -> list[_Keyed]:
-    """Return the keys of a manifest's sources; one that is damaged has none."""
-    found = []
-    for item in manifest.get("sources") or ():
-        try:
-            found.append(from_file(_Keyed, item))
-        except ValueError:
-            found.append(_Keyed())
+        found |= {index: SourceAgain(data, n, sources[n]["read"]) for n, index in mine}
     return found

@@ -26,6 +26,8 @@ class SequencesModule(lightning.LightningDataModule):
 
     workers: int
     pin_memory: bool
+    start_batch = 0
+    """Micro-batches of a rank already trained on: optimiser steps done times `accumulate`."""
 
     @property
     def n_steps(self) -> int | None:
@@ -57,7 +59,6 @@ class DataModule(SequencesModule):
         accumulate: micro-batches of a rank in an optimiser step.
         seed: seed of the run.
         total_steps: number of steps that a stage's `fraction` refers to.
-        start_batch: micro-batches of a rank already trained on: optimiser steps done times `accumulate`.
         context_tokens: the target's context; no document piece may be longer.
         vocab_size: the target's vocabulary; data with token ids beyond it is refused.
         pin_memory: put batches in page-locked memory, for a CUDA device.
@@ -73,7 +74,6 @@ class DataModule(SequencesModule):
         accumulate: int = 1,
         seed: int = 0,
         total_steps: int | None = None,
-        start_batch: int = 0,
         context_tokens: int | None = None,
         vocab_size: int | None = None,
         pin_memory: bool = False,
@@ -85,7 +85,7 @@ class DataModule(SequencesModule):
         if vocab_size is not None and rank == 0:
             self.data.refuse_ids_above(vocab_size)
         self.config, self.accumulate, self.seed, self.total_steps = config, accumulate, seed, total_steps
-        self.start_batch, self.pin_memory, self.workers = start_batch, pin_memory, config.workers
+        self.pin_memory, self.workers = pin_memory, config.workers
         self._world, self._rank = world, rank
         self._plans: dict[tuple[int, int], Plan] = {}
         check_context(config.stages, context_tokens)
@@ -230,7 +230,6 @@ class MixtureModule(SequencesModule):
             seed,
         )
         self.workers, self.pin_memory, self.world, self.rank = workers, pin_memory, world, rank
-        self.start_batch = 0
 
     @property
     def sha256(self) -> str | None:

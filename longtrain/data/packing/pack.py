@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longtrain.data.config import PackingStage
+from longtrain.data.config import NO_STAGES, PackingStage
 from longtrain.data.packing.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 from longtrain.log import get_logger
@@ -98,7 +98,6 @@ def plan_run(
     seed: int,
     total_steps: int | None = None,
     min_doc_tokens: int = 2,
-    weights: Sequence[float] | None = None,
 ) -> Plan:
     """Plan the training sequences of a whole run.
 
@@ -110,14 +109,13 @@ def plan_run(
         total_steps: number of steps that `fraction` refers to, and the most steps of all; None: the stages'
             own sum.
         min_doc_tokens: shorter pieces are left out.
-        weights: passes over each source in an epoch; None: those in the manifest.
 
     Raises:
         ConfigError: no stages, or a fraction without `total_steps`.
         DataError: nothing to train on.
     """
     lengths = stage_steps(stages, total_steps)
-    given = data.manifest.get("weights") if weights is None else weights
+    given = data.manifest.get("weights")
     per_doc = np.asarray(given, np.float64)[data.source] if given else np.ones(len(data.start))
     docs = np.flatnonzero(~data.val & (data.labels > 0))
     rows: list[list[DocumentSpans]] = []
@@ -165,10 +163,7 @@ def stage_steps(stages: Sequence[PackingStage], total_steps: int | None) -> list
         ConfigError: no stages, or a fraction without a total.
     """
     if not stages:
-        raise ConfigError(
-            "data.stages is empty; give e.g. data.stages=[{fraction: 1, sequence_tokens: 4096, "
-            "doc_tokens: 4096}]"
-        )
+        raise ConfigError(NO_STAGES)
     lengths: list[int | None] = []
     done = 0.0
     for stage in stages:

@@ -21,7 +21,7 @@ from longtrain.data.read.adapters import WITHOUT_TURNS
 from longtrain.data.read.files import need
 from longtrain.data.read.manifest import Manifest
 from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
-from longtrain.data.retrieval.wording import PRETRAIN, wording_of
+from longtrain.data.retrieval.wording import wording_of
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock
 from longtrain.folders import finish_replacement, replaced_folder
@@ -75,8 +75,8 @@ def prepare(
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
-        worded = {} if (wording := wording_of(tokenizer)) is PRETRAIN else {"wording": wording.name}
-        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author, worded)
+        wording = wording_of(tokenizer).name
+        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author, wording)
         known_ids = _known_ids(tokenizer, vocab_size)
         if old.get("fingerprint") == fingerprint and _is_whole(folder, known_ids):
             log.info("data=%s is current, nothing to do", folder)
@@ -182,12 +182,9 @@ def _holds_conversations(source: SourceConfig) -> bool:
 
 
 def _known(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of each source in an older manifest; empty if that part of it is damaged."""
-    try:
-        sources = manifest.get("sources", ())
-        return {json.dumps(item["source"], sort_keys=True): item["inputs"] for item in sources}
-    except (TypeError, KeyError):
-        return {}
+    """Return the inputs of each source in the folder's present manifest."""
+    sources = manifest.get("sources") or ()
+    return {json.dumps(item["source"], sort_keys=True): item["inputs"] for item in sources}
 
 
 def _known_ids(tokenizer: Any, vocab_size: int | None) -> int:
@@ -281,20 +278,16 @@ def _fingerprint(
     token_hash: str,
     limit: int | None,
     author: dict[str, Any] | None,
-    worded: dict[str, str],
+    wording: str,
 ) -> str:
     """Return a hash of everything the prepared files depend on, which excludes the location of local files.
 
-    `worded` names the wording of synthetic questions, and is empty for the original wording, so that data
-    prepared before wordings could be chosen stays current.
+    `wording` is that of synthetic questions, and counts only where there are some.
     """
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
-    for one in plain:
-        if one["licences"] == "permissive":  # data prepared before this key existed stays current
-            del one["licences"]
-    plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
-    parts = [plain, [digest(item) for item in found], content, token_hash, limit]
+    asked = wording if any(s.reader == "synthetic" for s in sources) else None
+    parts = [plain, asked, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([CONTENT, *parts, written], sort_keys=True).encode()).hexdigest()
 
@@ -311,7 +304,7 @@ def _source_key(
     synthetic = any(one.reader == "synthetic" for one in config.sources)
     if unread or synthetic or config.written_by_target(source):
         return None
-    return _fingerprint(config, [replace(source, weight=1.0)], [found], token_hash, limit, None, {})
+    return _fingerprint(config, [replace(source, weight=1.0)], [found], token_hash, limit, None, "")
 
 
 def _plain(source: SourceConfig) -> dict[str, Any]:

@@ -102,19 +102,15 @@ class PreparedWriter:
 
         Args:
             ids_T: token ids, any integer type.
-            mask_T: 1 where the token is a label.
+            mask_T: 1 where the token is a label; as long as `ids_T`.
             name: name of the document in error messages; newlines become spaces.
             kind: text kind.
             source: index into the manifest's sources.
             val: True for a held-out document.
 
         Raises:
-            DataError: an id outside the vocabulary, or mask and ids of different lengths.
+            DataError: an id outside the vocabulary.
         """
-        if len(ids_T) != len(mask_T):
-            raise DataError(
-                f"document {name}: {len(ids_T)} ids but {len(mask_T)} mask values; they must match"
-            )
         if len(ids_T) and (ids_T.min() < 0 or ids_T.max() >= self.vocab_size):
             worst = int(ids_T.max()) if ids_T.max() >= self.vocab_size else int(ids_T.min())
             raise DataError(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,11 +133,16 @@ def rows(part: Part, commit: str, limit: int | None, report: Report = refuse) ->
     Raises:
         DataError: the Hub cannot be reached or has no such file, split or configuration; or from `report`.
     """
-    jsonl = partial(_jsonl, report=report)
-    readers: dict[str, Callable[[Part, str], Iterator[Row]]]
-    readers = {"datasets": _stream, "jsonl": jsonl, "mds": _mds}
     try:
-        yield from islice(readers[part.format](part, commit), limit)
+        if part.format == "datasets":
+            named = _stream(part, commit)
+        elif part.format == "mds":
+            named = _drawn(part, _samples(part, commit))
+        else:
+            named = _drawn(
+                part, (row for path in _download(part, commit) for row in read_jsonl(path, report))
+            )
+        yield from islice(named, limit)
     except (OSError, ValueError) as error:
         raise DataError(
             f"reading dataset {part.hub} failed: {first_line(error)}; check network and manifest"
@@ -158,10 +162,6 @@ def _stream(part: Part, commit: str) -> Iterator[Row]:
         yield f"{part.hub}#{number}", row
 
 
-def _jsonl(part: Part, commit: str, *, report: Report) -> Iterator[Row]:
-    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path, report)))
-
-
 def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:
     """Yield the rows, each drawn at random from a buffer of `shuffle_buffer` rows."""
     rng = random.Random(part.shuffle_seed)
@@ -177,10 +177,6 @@ def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:
     yield from held
 
 
-def _mds(part: Part, commit: str) -> Iterator[Row]:
-    yield from _drawn(part, _samples(part, commit))
-
-
 def _samples(part: Part, commit: str) -> Iterator[Row]:
     decode = _decoder(part.source_tokenizer) if part.source_tokenizer else None
     for path in _download(part, commit):
@@ -190,11 +186,9 @@ def _samples(part: Part, commit: str) -> Iterator[Row]:
                 yield name, sample
                 continue
             spans = sample.get("indices")
+            plain = {key: value for key, value in sample.items() if isinstance(value, str | int)}
             for i, (begin, end) in enumerate([] if spans is None else spans.reshape(-1, 2).tolist()):
-                yield (
-                    f"{name}/{i}",
-                    {"text": decode(sample["input_ids"][begin:end].tolist()), **_scalars(sample)},
-                )
+                yield f"{name}/{i}", {"text": decode(sample["input_ids"][begin:end].tolist()), **plain}
 
 
 def _download(part: Part, commit: str) -> Iterator[Path]:
@@ -214,10 +208,6 @@ def _decoder(tokenizer: str) -> Any:
 
     inner = Tokenizer.from_pretrained(tokenizer)
     return lambda ids: inner.decode(ids, skip_special_tokens=True)
-
-
-def _scalars(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in sample.items() if isinstance(value, str | int)}
 
 
 def _part(values: dict[str, Any], path: Path) -> Part:

@@ -36,13 +36,10 @@ class Phrases:
     Args:
         encode: text -> ids, without special tokens.
         chat: the turn marks.
-        streams: real text to insert sentences into.
+        streams: real text to insert sentences into, at least one.
         stream_weights: relative frequency of each stream; None: its number of tokens.
         separator: token between a stream's documents; replaced by a line end inside a chat.
         wording: the wording of questions.
-
-    Raises:
-        ConfigError: there are no streams.
     """
 
     def __init__(
@@ -55,8 +52,6 @@ class Phrases:
         separator: int = 0,
         wording: Wording = RULER,
     ) -> None:
-        if not streams:
-            raise ConfigError("a retrieval writer needs at least one text stream; got none")
         self.encode, self.streams, self.wording = encode, list(streams), wording
         self.start, self.user, self.assistant, self.end = (
             np.array(ids, dtype=np.int32) for ids in (chat.start, chat.user, chat.assistant, chat.end)

@@ -18,6 +18,7 @@ from longtrain.data.chat.mask import render
 from longtrain.data.chat.prompts import PromptDocument
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
+from longtrain.data.read.sources import held_out
 from longtrain.data.retrieval.material import ChatIds, DocumentBuilder, Ids, Role, RoleDocument, TextStream
 from longtrain.data.retrieval.phrases import MARGIN
 from longtrain.data.retrieval.questions import (
@@ -42,13 +43,13 @@ class RetrievalWriter(RetrievalQuestionWriter):
     tasks = TASKS["retrieval"]
 
     def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
-        """Return a document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
+        """Return a document of one of `tasks` with exactly `n_tokens` tokens (at least 192).
+
+        It has as many questions as fit well.
 
         Raises:
-            ConfigError: the task is unknown, or `n_tokens` is too small for it.
+            ConfigError: `n_tokens` is too small.
         """
-        if task not in self.tasks:
-            raise ConfigError(f"unknown retrieval task '{task}'; known: {', '.join(self.tasks)}")
         if n_tokens < 192:
             raise ConfigError(f"a retrieval document of {n_tokens} tokens is too short; allowed: 192 or more")
         return getattr(self, f"_{task}")(n_tokens, rng)
@@ -246,7 +247,7 @@ def synthetic_documents(
         rng = np.random.default_rng([config.seed, number])
         n_tokens = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
         task = tasks[int(rng.integers(len(tasks)))]
-        name, val = f"{source.where}#{number}", {"auto": None, "train": False, "val": True}[source.split]
+        name, val = f"{source.where}#{number}", held_out(source)
         if source.where == "questions":
             yield _prompt(
                 writer.question(task, n_tokens, rng), Document(name, source.kind or task, val=val), config

@@ -14,7 +14,6 @@ from torch import Tensor
 from longtrain.cache.arena import rounded_slots
 from longtrain.cache.room import check_room
 from longtrain.decoding.retrieval.selector import Selector
-from longtrain.errors import ConflictError
 
 if TYPE_CHECKING:
     from longtrain.cache.entry_sets import ReadBudget
@@ -61,13 +60,8 @@ class KeyedSelector(Selector):
         return self.keys_LBSGD
 
     def begun(self) -> tuple[Tensor, SelectedCache]:
-        """The keys and the cache.
-
-        Raises:
-            ConflictError: called before `start`.
-        """
-        if self.keys_LBSGD is None or self.cache is None:
-            raise ConflictError(f"{self.title} was asked before start(); run it through Engine.generate")
+        """The keys and the cache, once sequences were started."""
+        assert self.keys_LBSGD is not None and self.cache is not None
         return self.keys_LBSGD, self.cache
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.attention.sinks import with_sinks
 
 
@@ -27,13 +26,8 @@ def head_weights(
         sinks_H: the target's attention sinks (`Target.sinks`), which join the softmax's denominator.
 
     Returns: w_HS in fp32 (fp64 for fp64), [..., H, S]; 0 where not visible.
-
-    Raises:
-        ConfigError: query heads that are no multiple of the KV heads.
     """
     H, G = q_HD.shape[-2], k_GSD.shape[-3]
-    if H % G:
-        raise refusal(ConfigError, f"{H} query heads on {G} KV heads", f"a multiple of {G}")
     wide = torch.promote_types(q_HD.dtype, torch.float32)
     q = q_HD.to(wide).unflatten(-2, (G, H // G))  # [..., H, D] -> [..., G, H / G, D]
     score = (q @ k_GSD.to(wide).transpose(-1, -2)).flatten(-3, -2) * scale
@@ -48,14 +42,9 @@ def group_scores(weights_HS: Tensor, groups: int) -> Tensor:
 
     MHA: as many groups as heads. GQA: fewer. MQA: one. MLA: one, since all heads read one latent entry.
 
-    Raises:
-        ConfigError: heads that are no multiple of the groups.
-
     Source: SpeContext (arXiv 2512.00722) §4.3.
     Note: for MLA the paper chooses entries for each head and loads their union; the union's entries are those
         of this maximum at a larger budget.
     """
     H = weights_HS.shape[-2]
-    if groups < 1 or H % groups:
-        raise refusal(ConfigError, f"{groups} groups of {H} heads", f"a divisor of {H}")
     return weights_HS.unflatten(-2, (groups, H // groups)).amax(-2)

@@ -91,20 +91,19 @@ def tau_of(rows: Iterable[Sequence[Cycle]]) -> Sums:
     return _sums(rows, lambda cycle: (cycle.tokens, 1))
 
 
-def ends_of(row: Sequence[Cycle], tokens: int, ends: int = ENDS) -> tuple[list[Cycle], list[Cycle]] | None:
-    """The cycles that begin among the first and among the last `ends` tokens of an answer.
+def ends_of(row: Sequence[Cycle], tokens: int) -> tuple[list[Cycle], list[Cycle]] | None:
+    """The cycles that begin among the first and among the last `ENDS` tokens of an answer.
 
     Args:
         row: the answer's draft-verify cycles.
         tokens: number of tokens of the answer.
-        ends: number of tokens at either end.
 
     Returns: None for an answer in which the two overlap.
     """
-    if tokens < 2 * ends:
+    if tokens < 2 * ENDS:
         return None
-    first = [cycle for cycle in row if cycle.position < ends]
-    return first, [cycle for cycle in row if cycle.position >= tokens - ends]
+    first = [cycle for cycle in row if cycle.position < ENDS]
+    return first, [cycle for cycle in row if cycle.position >= tokens - ENDS]
 
 
 def _sums(rows: Iterable[Sequence[Cycle]], of: Callable[[Cycle], tuple[int, int]]) -> Sums:

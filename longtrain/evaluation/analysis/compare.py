@@ -116,18 +116,12 @@ def check_protocols(first: Run, second: Run) -> None:
             f"{first.label} is of suite {a['suite']}, {second.label} of {b['suite']}; compare runs of one"
         )
     if a["protocol"]["hash"] != b["protocol"]["hash"]:
-        settings = [run["protocol"]["settings"] for run in (a, b)]
         _check_tasks(first, second)
-        same = settings[0] == settings[1]  # a hash that does not match its settings
-        where, one, other = first_difference(*([a["protocol"], b["protocol"]] if same else settings))
+        where, one, other = first_difference(a["protocol"]["settings"], b["protocol"]["settings"])
         raise ConfigError(
             f"{first.label} and {second.label} have other protocols, so their results cannot be compared: "
             f"{where} is {one} in the first and {other} in the second; run one of them again with the "
             "other's settings"
-        )
-    if a["scale"] != b["scale"]:
-        raise ConfigError(
-            f"{first.label} measures {a['scale']}, {second.label} {b['scale']}; run one of them again"
         )
     for task, prompts in first.prompts.items():
         theirs = second.prompts.get(task, {})

@@ -26,7 +26,6 @@ from longtrain.evaluation.analysis.statistics import (
 )
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import DIVERGENCE, Metric
-from longtrain.former_names import with_new_keys
 
 Json = dict[str, Any]
 Numbers = Mapping[str, float]
@@ -289,4 +288,4 @@ def numbers_of_output(values: Json) -> dict[str, float]:
         found["output_tokens"] = values["output_tokens"]
     if values.get("cycles") is not None:
         found["cycle_tokens"], found["cycles"] = values["cycles"]
-    return found | with_new_keys(values.get("measures") or {})
+    return found | dict(values.get("measures") or {})

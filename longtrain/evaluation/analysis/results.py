@@ -62,25 +62,21 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
     """Records by system and task, in the order of the task's examples.
 
     Raises:
-        DataError: a record of an unknown system, task or example, or two of one example; or two systems
-            had other prompts.
+        DataError: two systems had other prompts.
     """
     prompts: dict[tuple[str, str], Record] = {}
-    ids = {task.name: dict.fromkeys(one.id for one in task.examples()) for task in suite.tasks}
+    ids = {task.name: [one.id for one in task.examples()] for task in suite.tasks}
     found: dict[str, dict[str, dict[str, Record]]] = {
         system.name: {name: {} for name in ids} for system in systems
     }
     for record in records:
-        where = f"record of system {record.system}, task {record.task}, example {record.example}"
-        if record.system not in found or record.example not in ids.get(record.task, ()):
-            raise DataError(f"{where}: this run has no such example; remove its journals, or pass name=OTHER")
-        if found[record.system][record.task].setdefault(record.example, record) is not record:
-            raise DataError(f"{where} occurs twice; remove the run's journals and run again")
+        found[record.system][record.task][record.example] = record
         first = prompts.setdefault((record.task, record.example), record)
         if first.prompt_sha256 != record.prompt_sha256:
             raise DataError(
-                f"{where} had another prompt than with system {first.system} ({record.prompt_sha256} and "
-                f"{first.prompt_sha256}); remove the run's journals and run again"
+                f"task {record.task}, example {record.example}: with system {record.system} it had another "
+                f"prompt than with system {first.system} ({record.prompt_sha256} and {first.prompt_sha256}); "
+                "remove the run's journals and run again"
             )
     return {
         system: {
@@ -116,7 +112,7 @@ def assemble(
         judge: classifies differences of drafted sequences as rounding or errors (`harness.lossless`).
 
     Raises:
-        DataError: a record of an unknown system, task or example, or two of one example.
+        DataError: two systems had other prompts.
     """
     if any(system.drafts for system in systems):
         suite = replace(suite, metrics=(*DRAFTED, *suite.metrics))
@@ -252,7 +248,8 @@ class _Metrics:
         every = [part for some in strata for record in some for part in (record, *self._stretches(record))]
         groups = _grouped(every, lambda record: record.facets.items())
         return [
-            {"facet": facet, "value": value} | self._part(_by_task(groups[facet, value]))
+            {"facet": facet, "value": value}
+            | self._part([*_grouped(groups[facet, value], lambda record: [record.task]).values()])
             for facet, value in sorted(groups, key=_rank)
         ]
 
@@ -369,10 +366,6 @@ def _rows(strata: Iterable[Sequence[Record]]) -> list[list[Cycle]]:
 def _place(record: Record) -> tuple[str, Any]:
     """The key of a record: its example and, for a stretch, the end position."""
     return record.example, record.facets.get(POSITION)
-
-
-def _by_task(some: Iterable[Record]) -> list[list[Record]]:
-    return list(_grouped(some, lambda record: [record.task]).values())
 
 
 def _grouped(records: Iterable[Record], keys: Callable[[Record], Iterable[Any]]) -> dict[Any, list[Record]]:

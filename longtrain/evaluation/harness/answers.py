@@ -5,7 +5,6 @@ Shapes: L layers, B batch, G KV heads, S prompt tokens.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import DataError
-from longtrain.evaluation.harness.plan import Place, Unit
+from longtrain.evaluation.harness.plan import Unit
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.harness.shared import BatchScores, SharingEvictor
 from longtrain.evaluation.prompts import Encoded
@@ -232,10 +231,7 @@ class Answerer:
             system.parts.evictor.tell([prompt.after for prompt in prompts], answers)
         request = DecodingRequest.of(task, self.target, self.sampling)
         ids = [task.sequence_id(example) for example in unit.examples]
-        own = [
-            sequence_id(place) if id_ is None else id_ for id_, place in zip(ids, unit.places, strict=True)
-        ]
-        return request.decode(engine, prompts, shape=system.shape, sequence_ids=own)
+        return request.decode(engine, prompts, shape=system.shape, sequence_ids=ids)
 
     def _engine(self, system: System) -> Engine:
         if system.name not in self._engines:
@@ -255,11 +251,6 @@ class Answerer:
         if not (system.evicts and self._scores.wanted) or self._scores.s_LBGS is None:
             return []
         return task.compare_scores(self.target, examples, prompts, self._scores.s_LBGS)
-
-
-def sequence_id(place: Place) -> int:
-    """The key of an example's random numbers (62 bits of its hash), the same in every batch and system."""
-    return int.from_bytes(hashlib.sha256("\n".join(place).encode()).digest()[:8]) >> 2
 
 
 def _split(size: int, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.harness.answers import TakesAnswers, sequence_id
+from longtrain.evaluation.harness.answers import TakesAnswers
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, noise_of, spacing
 from longtrain.evaluation.records import Parting, Record
@@ -52,14 +52,21 @@ class Reread:
     Args:
         gap: the largest distance of a token's logit below the best logit of its position; infinite if one
             sequence continues where the other ended.
-        noise: the largest change by another division into steps, at least the dtype's spacing, or any number
-            up to one that another sequence has; None: not measured.
+        spacing: the dtype's spacing at its logits, which rounding noise is never below.
+        noise: the largest change by another division into steps, at least the spacing, or any number up to
+            one that another sequence has; None: not measured.
         positions: number of tokens over which the noise was measured.
     """
 
     gap: float
+    spacing: float = 0.0
     noise: float | None = None
     positions: int = 0
+
+    @property
+    def explained(self) -> bool:
+        """True if the gap is rounding whatever the noise is, which then need not be measured."""
+        return self.gap <= ROUNDING * self.spacing
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class LosslessCheck:
 
     If a sequence differs, the target recomputes it in one pass. Every token was the best of some step, so it
     lies below the best logit of this pass by no more than rounding moves logits. That noise is measured
-    on the same sequence (`harness.rounding`), and only if sequences differ.
+    on the same sequences (`harness.rounding`), and only if one of a task lies further below than the dtype's
+    spacing explains.
 
     Only the largest noise of a task decides, so a sequence that cannot exceed it is not measured to the end;
     and what several drafts wrote alike, from the same cache, is recomputed once.
@@ -129,15 +137,15 @@ class LosslessCheck:
         if partings and judged:
             what = f"{system.name} in task {task.name}"
             log.info("reading differing texts of %s again: texts=%d of=%d", what, len(partings), len(drafted))
-        read: list[Reread] = []
-        for one in partings:
-            measured = sum(other.noise is not None for other in read)
-            example, measures = examples[one.first.example], not strict and measured < MEASURED
-            above = max((other.noise or 0.0 for other in read), default=0.0) if measures else None
-            again = self._reread(system, task, example, one, above) if judged else None
-            read.append(again or Reread(math.inf))
-        noises = [one.noise for one in read if one.noise is not None]
-        noise = max(noises, default=0.0)
+        read = [Reread(math.inf)] * len(partings)
+        if judged:
+            read = [self._reread(system, task, examples[one.first.example], one) for one in partings]
+        noise = 0.0 if strict else max((one.spacing for one in read), default=0.0)
+        if judged and not strict and not all(one.explained for one in read):
+            for i, one in enumerate(partings):
+                if sum(other.noise is not None for other in read) < MEASURED:
+                    read[i] = self._reread(system, task, examples[one.first.example], one, noise)
+                    noise = max(noise, read[i].noise or 0.0)
         known = [one.gap for one in read if one.gap < math.inf]
         summary = {
             "violations": judged * sum(strict or not one.gap <= ROUNDING * noise for one in read),
@@ -147,10 +155,10 @@ class LosslessCheck:
             "noise": {
                 "largest": noise,
                 "allowed": ROUNDING * noise,
-                "texts": len(noises),
+                "texts": sum(one.noise is not None for one in read),
                 "tokens": sum(one.positions for one in read),
             }
-            if noises
+            if noise
             else None,
         }
         return summary, [_metrics(one.gap, noise) for one in read]
@@ -177,7 +185,7 @@ class LosslessCheck:
         ]
 
     def _reread(
-        self, system: System, task: Task, example: Example, parting: Parting, above: float | None
+        self, system: System, task: Task, example: Example, parting: Parting, above: float | None = None
     ) -> Reread:
         """Recompute the drafted sequence around the first token that differs.
 
@@ -199,13 +207,13 @@ class LosslessCheck:
             logits_TV = logits_at_once(self.target, part, passage)
             gap = gap_of(logits_TV, tokens[first : first + WINDOW], barred=barred, bars=bars)
             gap = max(gap, gap_of(logits_TV[at - first :], [other], barred=barred, bars=bars - (at - first)))
-            known = self._known[key] = _Known(Reread(gap))
+            least = spacing(float(logits_TV.abs().max()), self.target.dtype)
+            known = self._known[key] = _Known(Reread(gap, least))
             if above is not None:
                 noise = noise_of(self.target, part, passage, logits_TV, rows=system.nodes, above=above)
-                least = spacing(float(logits_TV.abs().max()), self.target.dtype)
-                read = Reread(gap, max(noise, least), len(logits_TV))
+                read = Reread(gap, least, max(noise, least), len(logits_TV))
                 known = self._known[key] = _Known(read, system.nodes, above)
-        return known.read if above is not None else Reread(known.read.gap)
+        return known.read if above is not None else Reread(known.read.gap, known.read.spacing)
 
     def _passage(self, system: System, task: Task, example: Example, tokens: Sequence[int]) -> Passage:
         """A sequence behind its prompt; a short one is followed by a copy of the prompt's end.
@@ -219,13 +227,12 @@ class LosslessCheck:
             evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])
         room = info.max_positions - len(prompt.ids) - len(prompt.after) - len(tokens)
         more = max(0, min(WINDOW - len(tokens), room))
-        own = task.sequence_id(example)
         return Passage(
             tuple(prompt.ids),
             (*tokens, *prompt.ids[len(prompt.ids) - min(more, len(prompt.ids)) :]),
             after=tuple(prompt.after),
             max_new_tokens=task.max_new_tokens,
-            sequence_id=sequence_id((task.name, example.id)) if own is None else own,
+            sequence_id=task.sequence_id(example),
         )
 
 

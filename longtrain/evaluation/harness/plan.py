@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Measured, Task
-from longtrain.settings import Count, convert
 from longtrain.systems import System
 
 Place = tuple[str, str]
@@ -53,12 +52,8 @@ def plan(suite: Suite, *, batch: int) -> list[Unit]:
     Args:
         suite: the suite to run.
         batch: the maximum number of examples in a unit.
-
-    Raises:
-        ConfigError: a batch below 1.
     """
-    size: int = convert(batch, Count, "suite.batch")
-    return [unit for task in suite.tasks for unit in _units(task, size)]
+    return [unit for task in suite.tasks for unit in _units(task, batch)]
 
 
 def part_of(units: list[Unit], *, shard: int, shards: int) -> list[Unit]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.former_names import with_new_names
 from longtrain.journals import Journal, read_journal
 
 Json = dict[str, Any]
@@ -97,7 +96,7 @@ class ResultsJournal:
         if number > 1 or not isinstance(made_with, dict):
             wanted = "settings" if number == 1 else "a key and a payload"
             raise DataError(f"{path} line {number} cannot be read: it has not {wanted}; {ADVICE}")
-        if made_with != self.settings and with_new_names(made_with) != self.settings:
+        if made_with != self.settings:
             key, had, wants = first_difference(made_with, self.settings)
             raise ConfigError(
                 f"{path} was written with {key}={had}, and {key}={wants} is asked for; pass name=OTHER, or "

@@ -16,7 +16,6 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness.answers import Answerer
 from longtrain.evaluation.harness.plan import Place, Unit, remaining
-from longtrain.evaluation.harness.protocol import Protocol
 from longtrain.evaluation.harness.results_journal import ResultsJournal
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance
@@ -141,16 +140,6 @@ class Runner:
 def halved_to(journal: ResultsJournal) -> int | None:
     """The smallest batch that a system's units were split to when memory ran out, or None if it never did."""
     return min((one["halved_to"] for one in journal.done.values() if "halved_to" in one), default=None)
-
-
-def journal_settings(protocol: Protocol, target: Target, system: System) -> Json:
-    """The settings that determine a system's records; a journal with other settings is refused."""
-    return {
-        "protocol": protocol.settings,
-        "target": target.info.weights_hash,
-        "dtype": str(target.dtype),
-        "system": system.facts,
-    }
 
 
 def places_of(journal: ResultsJournal) -> set[Place]:

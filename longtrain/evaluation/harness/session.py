@@ -23,7 +23,6 @@ from longtrain.evaluation.harness.run import (
     Runner,
     StoppedError,
     halved_to,
-    journal_settings,
     places_of,
     records_of,
     times_of,
@@ -35,7 +34,6 @@ from longtrain.evaluation.task import Task
 from longtrain.files import lock
 from longtrain.journals import journals_in
 from longtrain.log import get_logger
-from longtrain.settings import wrong
 from longtrain.systems import System
 
 if TYPE_CHECKING:
@@ -113,8 +111,13 @@ class Session:
         return recorded.Baselines.load(self.home).find(self.suite, weights, self.protocol)
 
     def journal(self, system: System, *, shard: int = 0, write: bool = False) -> ResultsJournal:
-        """Open the journal of a system's finished units."""
-        settings = journal_settings(self.protocol, self.target, system)
+        """Open the journal of a system's finished units; one of other settings is refused."""
+        settings = {
+            "protocol": self.protocol.settings,
+            "target": self.target.info.weights_hash,
+            "dtype": str(self.target.dtype),
+            "system": system.facts,
+        }
         return ResultsJournal(journals_in(self.folder), system.name, settings, shard=shard, write=write)
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
@@ -139,11 +142,9 @@ class Session:
 
         Raises:
             StoppedError: `stopping` returned True.
-            ConfigError: there is no such part, or another run writes it.
+            ConfigError: another run writes this part.
             LongtrainError: the full cache's score or protocol is not the recorded one.
         """
-        if shards < 1 or not 0 <= shard < shards:
-            raise wrong("shard", f"{shard} shards={shards}", "shards from 1, shard from 0 to shards-1")
         _ = self.baseline  # refuse another protocol before anything is run
         runner = Runner(self.target, self.sampling, advance, stopping)
         units = part_of(self.units, shard=shard, shards=shards)

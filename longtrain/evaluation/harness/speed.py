@@ -17,12 +17,12 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
-from longtrain.evaluation.harness.answers import OUT_OF_MEMORY, DecodingRequest, sequence_id
+from longtrain.evaluation.harness.answers import OUT_OF_MEMORY, DecodingRequest
 from longtrain.evaluation.harness.plan import groups
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import Advance, Suite
-from longtrain.evaluation.task import Example, Task
+from longtrain.evaluation.task import Example, Task, sequence_id
 from longtrain.log import get_logger
 from longtrain.systems import System
 

@@ -39,7 +39,7 @@ def examples(
         max_tokens: task -> maximum number of tokens of a prompt's text, from the protocol.
 
     Raises:
-        DataError: a record of an unknown system, task or example, or two of one example.
+        DataError: two systems had other prompts.
     """
     found = by_example(suite, systems, records)
     for task in suite.tasks:

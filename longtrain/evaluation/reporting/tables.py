@@ -358,7 +358,10 @@ def _gap(found: Json) -> str:
         return " (sampled)"
     gap, noise = found.get("largest_gap"), found.get("noise")
     details = [] if gap is None else [f"gap of the logits up to {gap:.2g}"]
-    details += [f"rounding moves it by up to {noise['largest']:.2g} here"] if noise else []
+    if noise:
+        measured = noise["texts"] > 0  # where the spacing of numbers explains every gap it is not
+        what = "rounding moves it by up to" if measured else "numbers there lie apart by up to"
+        details.append(f"{what} {noise['largest']:.2g}{' here' if measured else ''}")
     beside = f" ({'; '.join(details)})" if details else ""
     return beside if found["violations"] is None else f"{beside}, {found['violations']} beyond rounding"
 

@@ -77,44 +77,25 @@ def hotpotqa(data: Any) -> Parsed:
     return documents, found
 
 
-def flat_squad(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert examples of the Hub's data set (one question each, with its article's title) to SQuAD's own
-    format.
-    """
-    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+def squad_rows(rows: Iterable[Mapping[str, Any]]) -> Parsed:
+    """SQuAD 2.0 as the Hub has it: one question each, with its article's title."""
+    rows, articles = list(rows), dict[str, dict[str, None]]()
     for row in rows:
-        texts = row["answers"]["text"]
-        question = {
-            "question": row["question"],
-            "is_impossible": not texts,
-            "answers": [{"text": text} for text in texts],
-        }
-        articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(question)
-    data = [
-        {
-            "title": title,
-            "paragraphs": [{"context": text, "qas": asked} for text, asked in paragraphs.items()],
-        }
-        for title, paragraphs in articles.items()
-    ]
-    return {"version": "v2.0", "data": data}
+        articles.setdefault(row["title"], {})[row["context"]] = None
+    found = list[Row]()
+    for row in rows:
+        near = [other for other in articles[row["title"]] if other != row["context"]]
+        if texts := list(row["answers"]["text"]):
+            found.append((row["question"], texts, [row["context"]], near))
+    return [document for documents in articles.values() for document in documents], found
 
 
-def flat_hotpotqa(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert examples of the Hub's data set (columns of titles and of sentences) to HotpotQA's
-    own format.
-    """
-    return [
-        {
-            "question": row["question"],
-            "answer": row["answer"],
-            "context": [
-                [title, list(sentences)]
-                for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True)
-            ],
-        }
+def hotpotqa_rows(rows: Iterable[Mapping[str, Any]]) -> Parsed:
+    """HotpotQA as the Hub has it: columns of titles and of sentences."""
+    return hotpotqa(
+        {**row, "context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))}
         for row in rows
-    ]
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +106,7 @@ class Dataset:
         title: the name of the data set.
         layout: description of the file format, for messages.
         parse: the parser of a file's content into documents and questions.
-        flat: converts examples of the data set on the Hub to the file's format.
+        parse_rows: the parser of the examples of the data set on the Hub.
         url: the address of the file.
         hub: the data set on the Hub with its configuration; its split is `validation`.
     """
@@ -133,7 +114,7 @@ class Dataset:
     title: str
     layout: str
     parse: Callable[[Any], Parsed]
-    flat: Callable[[Iterable[Mapping[str, Any]]], Any]
+    parse_rows: Callable[[Iterable[Mapping[str, Any]]], Parsed]
     url: str
     hub: tuple[str, str]
 
@@ -148,15 +129,15 @@ class Dataset:
             data = read_json(file)
         except (OSError, ValueError) as error:
             raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
-        return self._questions(data, file)
+        return self._questions(self.parse, data, file)
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]], name: str) -> Questions:
         """Parse the questions of examples from the Hub; `name` is used in messages."""
-        return self._questions(self.flat(rows), name)
+        return self._questions(self.parse_rows, rows, name)
 
-    def _questions(self, data: Any, file: str | Path) -> Questions:
+    def _questions(self, parse: Callable[[Any], Parsed], data: Any, file: str | Path) -> Questions:
         try:
-            all_documents, found = self.parse(data)
+            all_documents, found = parse(data)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(
@@ -185,7 +166,7 @@ DATASETS = {
         "SQuAD 2.0",
         "data[].paragraphs[].{context, qas[].{question, is_impossible, answers[].text}}",
         squad,
-        flat_squad,
+        squad_rows,
         "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
         ("rajpurkar/squad_v2", "squad_v2"),
     ),
@@ -193,12 +174,11 @@ DATASETS = {
         "HotpotQA",
         "[].{question, answer, context[].[title, [sentence]]}",
         hotpotqa,
-        flat_hotpotqa,
+        hotpotqa_rows,
         "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
         ("hotpotqa/hotpot_qa", "distractor"),
     ),
 }
-read_squad, read_hotpotqa = DATASETS["squad"].read, DATASETS["hotpotqa"].read
 
 
 def _string(value: Any) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import ConfigError
-from longtrain.evaluation.prompts import around_message
+from longtrain.evaluation.prompts import around_message, uses_chat
 from longtrain.evaluation.ruler.questions import Questions
 from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, vocabulary
 from longtrain.evaluation.ruler.tasks import SEED, SHORT, RulerSpec
@@ -61,11 +60,7 @@ class Framing:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.chat = bool(tokenizer.chat_template) if chat is None else chat
-        if self.chat and not tokenizer.chat_template:
-            raise ConfigError(
-                "chat=true, but the tokenizer has no chat template; pass chat=false, or give one"
-            )
+        self.chat = uses_chat(tokenizer, chat)
         self.before, self.after = around_message(tokenizer, **dict(options or {})) if self.chat else ("", "")
         self.tokens = self._count(self.before + self.after)
         """Tokens of the frame alone."""

@@ -61,9 +61,6 @@ class RulerSpec:
         Args:
             prediction: the raw answer; cleaned here as in the official scorer.
             answers: the example's answers.
-
-        Raises:
-            DataError: no answers.
         """
         return METRICS[self.metric](clean(prediction), answers)
 

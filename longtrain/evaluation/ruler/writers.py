@@ -115,16 +115,10 @@ class NeedleWriter(PromptWriter):
 
 
 def draw(kind: str, rng: Random) -> str:
-    """Draw a random seven-digit number or version 4 uuid.
-
-    Raises:
-        ConfigError: another kind.
-    """
+    """Draw a random seven-digit number, or of the kind `uuids` a version 4 uuid."""
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
-    if kind == "uuids":
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    raise ConfigError(f"needles of kind '{kind}'; allowed: numbers, uuids (keys also words)")
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 NAME_LETTERS = 5
@@ -384,7 +378,8 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
 
 
-def _zeta(alpha: float, terms: int = 1000) -> float:
+def _zeta(alpha: float) -> float:
     """Riemann's zeta for alpha > 1: a partial sum and the Euler-Maclaurin remainder, exact to fp64 here."""
+    terms = 1000
     rest = terms ** (1 - alpha) / (alpha - 1) - 0.5 * terms**-alpha + alpha / 12 * terms ** (-alpha - 1)
     return sum(k**-alpha for k in range(terms, 0, -1)) + rest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
 
 from longtrain.evaluation.scoring.longbench import without_articles
 
@@ -12,20 +11,8 @@ FENCED = re.compile(r"```tsv([\s\S]*)```")
 MISSING = "N/A"
 
 
-@dataclass(frozen=True)
-class RowScores:
-    """Precision, recall and F1 of table lines, 0 to 1; `error` gives the reason if a table could not be
-    parsed.
-    """
-
-    precision: float
-    recall: float
-    f1: float
-    error: str | None = None
-
-
-def html_to_tsv(prediction: str, reference: str) -> RowScores:
-    """Score the table in an answer against the reference table.
+def html_to_tsv(prediction: str, reference: str) -> float:
+    """F1 of the lines of the table in an answer and in the reference, 0 to 1.
 
     A table row is right if some row of the other table equals it in every column, columns matched by
     position; the order of rows does not matter and each repeated row counts. The headers are not compared.
@@ -40,15 +27,14 @@ def html_to_tsv(prediction: str, reference: str) -> RowScores:
     """
     try:
         expected, predicted = _rows(reference), _rows(extract_tsv(prediction))
-    except (csv.Error, _UnreadableError) as error:
-        return RowScores(0.0, 0.0, 0.0, str(error))
-    if len(expected[0]) != len(predicted[0]):
-        wrong = f"the table has {len(predicted[0])} columns, the reference {len(expected[0])}"
-        return RowScores(0.0, 0.0, 0.0, wrong)
+    except csv.Error:
+        return 0.0
+    if not expected or not predicted or len(expected[0]) != len(predicted[0]):
+        return 0.0
     precision = _share(predicted, expected)
     recall = _share(expected, predicted)
     both = recall + precision
-    return RowScores(precision, recall, 2 * recall * precision / both if both else 0.0)
+    return 2 * recall * precision / both if both else 0.0
 
 
 def extract_tsv(text: str) -> str:
@@ -61,19 +47,13 @@ def extract_tsv(text: str) -> str:
     return (text.split("```tsv")[1] if "```tsv" in text else text).strip()
 
 
-class _UnreadableError(Exception):
-    """A text cannot be parsed as a table."""
-
-
 def _rows(text: str) -> list[tuple[str, ...]]:
-    """Normalised cells of each row below the header; at least one row."""
+    """Normalised cells of each row below the header; none if two columns have one name."""
     header, *rows = csv.reader(text.strip().split("\n"), delimiter="\t")
     if rows and len(rows[-1]) != len(header):
         del rows[-1]  # closing words or an end marker
-    if not rows:
-        raise _UnreadableError("the table has no line below its header")
     if len(set(header)) < len(header):
-        raise _UnreadableError("two columns of the table have one name")
+        return []
     whole = [row if len(row) == len(header) else [MISSING] * len(header) for row in rows]
     return [tuple(_normalise(cell) for cell in row) for row in whole]
 

@@ -11,19 +11,17 @@ with 3.8 to 3.10).
 """
 
 
-def rouge_l(prediction: str, reference: str, *, max_steps: int | None = OFFICIAL_STEPS) -> float:
+def rouge_l(prediction: str, reference: str) -> float:
     """F-measure of the words on the longest common subsequences of all pairs of sentences.
 
     Oddities of the package: a text is split at every full stop; a piece of only white space counts as one
     empty word; words are neither lower-cased nor stemmed; all counts are of distinct words, not of words; a
-    text without a sentence (empty, or only dots) scores 0.
+    text without a sentence (empty, or only dots) scores 0; a pair of sentences whose backtrace takes more
+    than `OFFICIAL_STEPS` makes the whole score 0, as the official scorer turns its RecursionError into 0.
 
     Args:
         prediction: the generated text.
         reference: the expected text.
-        max_steps: a pair of sentences whose backtrace takes more steps makes the whole score 0, as the
-            official scorer turns its RecursionError into 0. None: no such limit; the result is then not
-            official.
 
     Source: LongBench, `rouge_score`; PyPI rouge 1.0.1, `rouge_l_summary_level(exclusive=True)`.
     """
@@ -33,7 +31,7 @@ def rouge_l(prediction: str, reference: str, *, max_steps: int | None = OFFICIAL
     union: set[str] = set()
     for ours in expected:
         for theirs in predicted:
-            words = common_words(ours, theirs, max_steps)
+            words = common_words(ours, theirs)
             if words is None:
                 return 0.0
             union |= words
@@ -42,16 +40,17 @@ def rouge_l(prediction: str, reference: str, *, max_steps: int | None = OFFICIAL
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
-def common_words(x: Sequence[str], y: Sequence[str], max_steps: int | None) -> set[str] | None:
-    """The distinct words on one longest common subsequence, or None if the backtrace takes too many steps.
+def common_words(x: Sequence[str], y: Sequence[str]) -> set[str] | None:
+    """The distinct words on one longest common subsequence, or None if the backtrace takes more than
+    `OFFICIAL_STEPS`.
 
     The backtrace starts at the ends: on a match it steps along both, else along `x` if that keeps the length,
     else along `y`.
     """
-    if max_steps is not None and min(len(x), len(y)) > max_steps:
+    if min(len(x), len(y)) > OFFICIAL_STEPS:
         return None  # every step consumes at most one word of each, and one of the two is used up
     if set(x).isdisjoint(y):
-        return None if max_steps is not None and len(y) > max_steps else set()
+        return None if len(y) > OFFICIAL_STEPS else set()
     table = _lengths(x, y)
     i, j, steps, words = len(x), len(y), 0, set()
     while i and j:
@@ -63,7 +62,7 @@ def common_words(x: Sequence[str], y: Sequence[str], max_steps: int | None) -> s
         else:
             j -= 1
         steps += 1
-    return None if max_steps is not None and steps > max_steps else words
+    return None if steps > OFFICIAL_STEPS else words
 
 
 def _sentences(text: str) -> list[list[str]]:

@@ -147,7 +147,7 @@ class AttentionOutside(Measured):
                 task = self.tasks[example.fields["task"]]
                 row = Example(example.fields["row"], example.fields)
                 prompt = task.encode(row, target.require_tokenizer(), max_tokens=0).ids
-                self.known[key] = vars(attention_mass(target, prompt, layer=layer, window=window))
+                self.known[key] = attention_mass(target, prompt, layer=layer, window=window)
             found.append(self.known[key])
         return found
 
@@ -158,31 +158,19 @@ SINKS = 4
 """Number of first tokens of a context that count as attention sinks."""
 
 
-@dataclass(frozen=True)
-class AttentionMass:
-    """Shares of the attention of the last positions of a context, averaged over positions and heads.
-
-    Args:
-        outside: share on tokens before the window.
-        outside_no_sinks: the same without the first `SINKS` tokens of the context (attention sinks).
-    """
-
-    outside: float
-    outside_no_sinks: float
-
-
 @torch.no_grad()
-def attention_mass(
-    target: Target, prompt: Sequence[int], *, layer: int, window: int, rows: int = MASS_ROWS
-) -> AttentionMass:
-    """Measure the attention mass for the last `rows` tokens of a prompt.
+def attention_mass(target: Target, prompt: Sequence[int], *, layer: int, window: int) -> dict[str, float]:
+    """Shares of the attention of a prompt's last `MASS_ROWS` tokens, averaged over these and heads.
 
     Args:
         target: the frozen model.
         prompt: token ids.
         layer: the layer whose queries and keys are used; negative counts from the end.
         window: previous tokens that count as inside, besides the token itself.
-        rows: number of query positions.
+
+    Returns:
+        `outside`: the share on tokens before the window; `outside_no_sinks`: the same without the first
+        `SINKS` tokens of the prompt (attention sinks).
     """
     layer %= target.info.n_layers
     ids_T = torch.tensor(list(prompt), device=target.device)
@@ -192,12 +180,12 @@ def attention_mass(
     def keep(at: int, q_BHTD: Tensor, _k_BGTD: Tensor, _v_BGTD: Tensor) -> None:
         nonlocal q_HRD
         if at == layer:
-            q_HRD = q_BHTD[0, :, -rows:].float()
+            q_HRD = q_BHTD[0, :, -MASS_ROWS:].float()
 
     outputs = OutputRequest("none", stop_at_layer=layer, kv=(layer,))
     k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), outputs, hook=keep).kv[layer]
     k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
-    pos_R = pos_T[-rows:]
+    pos_R = pos_T[-MASS_ROWS:]
     scores_HRT = torch.einsum("hrd,thd->hrt", q_HRD, k_THD.float()) * target.scaling(layer)
     visible_RT = pos_T[None] <= pos_R[:, None]
     scores_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf"))
@@ -206,6 +194,5 @@ def attention_mass(
         probs_HRT = with_sinks(probs_HRT, scores_HRT.logsumexp(-1), sinks_H)
     outside_RT = pos_T[None] < pos_R[:, None] - window
     no_sinks_RT = outside_RT & (pos_T[None] >= SINKS)
-    return AttentionMass(
-        *(float((probs_HRT * seen_RT).sum(-1).mean().double()) for seen_RT in (outside_RT, no_sinks_RT))
-    )
+    seen = {"outside": outside_RT, "outside_no_sinks": no_sinks_RT}
+    return {name: float((probs_HRT * seen_RT).sum(-1).mean().double()) for name, seen_RT in seen.items()}

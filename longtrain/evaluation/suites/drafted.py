@@ -30,7 +30,6 @@ def drafted(
     facets_of: Callable[[Example], dict[str, Facet]],
     protocol: Mapping[str, Any],
     template: str = "{document}",
-    chat: bool = False,
 ) -> Task:
     """Make a task of tokenised prompts whose answers are not scored; only their acceptance is measured.
 
@@ -42,7 +41,6 @@ def drafted(
         facets_of: example -> properties by which metrics are split, `length` among them.
         protocol: see `Task`.
         template: description of the prompts, for readers and the protocol.
-        chat: True if the prompts are in the chat template.
     """
     known = {row.id: tuple(ids) for row, ids in prompts}
     return Task(
@@ -52,7 +50,7 @@ def drafted(
         max_new_tokens,
         "acceptance",
         None,
-        chat=chat,
+        chat=False,
         ignore_eos=ignore_eos,
         protocol=protocol,
         written=lambda row: Encoded(known[row.id]),

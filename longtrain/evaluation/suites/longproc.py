@@ -77,7 +77,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             "{prompt}",
             MAX_NEW_TOKENS[group],
             "row_f1",
-            lambda text, row: html_to_tsv(text, row.fields["gt"]).f1,
+            lambda text, row: html_to_tsv(text, row.fields["gt"]),
             own.chat,
             expected=lambda row: [row.fields["gt"]],
         )

@@ -247,7 +247,7 @@ def _sources(options: RulerSettings, target: Target) -> Sources:
         words = words.with_more(file("more_words", options.more_words, "RULER's list of more words", note))
     if options.haystack is None:
         haystack = Haystack.bundled()
-        if _has_essays(options.tasks):
+        if any(TASKS[name].options.get("haystack") == "essay" for name in options.tasks):
             others.append(
                 "needles hidden in the novels that ship with longtrain, not in Paul Graham's essays"
             )
@@ -295,10 +295,6 @@ def _task(name: str, options: RulerSettings, sources: Sources) -> Task:
         facets_of=lambda row: {"length": int(row.fields["length"])},
         expected=lambda row: prompts.made(row).answers,
     )
-
-
-def _has_essays(names: Sequence[str]) -> bool:
-    return any(TASKS[name].options.get("haystack") == "essay" for name in names)
 
 
 def _metrics(marks: Mapping[str, Sequence[float]]) -> dict[str, Any]:

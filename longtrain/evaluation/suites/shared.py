@@ -75,23 +75,14 @@ def check_settings(module: Any, values: Mapping[str, Any]) -> None:
             settings_of(kind, values)
 
 
-def read_rows(
-    where: str,
-    what: str,
-    fields: Mapping[str, tuple[type, ...]],
-    *,
-    split: str = "train",
-    config: str | None = None,
-) -> list[dict[str, Any]]:
+def read_rows(where: str, what: str, fields: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:
     """Read the examples of a benchmark's file, in order.
 
     Args:
         where: a file of JSON lines or one JSON list (plain, .xz or .gz), `hub:ORG/NAME/FILE`, or a data set
-            on the Hub as `ORG/NAME`. A path that exists on disk takes precedence.
+            on the Hub as `ORG/NAME`, of which `train` is read. A path that exists on disk takes precedence.
         what: the benchmark's name, for messages.
         fields: required field -> its types; other fields are allowed.
-        split: the split of a data set on the Hub.
-        config: the configuration of a data set on the Hub.
 
     Raises:
         ConfigError: `where` does not exist.
@@ -102,9 +93,8 @@ def read_rows(
     if path.is_file():
         named = [(str(path.parent / place), row) for place, row in read_jsonl(path)]
     elif on_hub(where):
-        named = [
-            (place, dict(row)) for place, row in hub_rows(where, what, LOCAL, split=split, config=config)
-        ]
+        found = hub_rows(where, what, LOCAL, split="train", config=None)
+        named = [(place, dict(row)) for place, row in found]
     else:
         raise ConfigError(
             f"{what} data at {where}: no file and no Hub id; pass a file of JSON lines (plain, .xz or .gz), "

@@ -3,68 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longtrain import files as files_
 from longtrain import provenance, tables
 from longtrain.errors import ConfigError
 from longtrain.settings import Count, convert
 
+if TYPE_CHECKING:
+    from longtrain.config import RunConfig
 
-@dataclass(frozen=True)
-class Comparison:
-    """A comparison of two finished runs.
 
-    Args:
-        runs: `compare=` as typed: a list of two, each a run's name or its folder.
-        seed: of the resamples.
-        resamples: `suite.bootstrap` as typed: resamples behind the intervals; None: `statistics.RESAMPLES`.
-        page: write compare.html too.
-        home: the folder that holds `runs`.
-        run_dir: the folder of this run; the files are in `compare/A_vs_B` of it.
-        record: all keys of the run, for `config.yaml`.
+def run(cfg: RunConfig) -> None:
+    """Compare the runs of `compare`; write compare.json, compare.md and, if requested, compare.html.
+
+    Raises:
+        ConfigError: not two runs, or runs of another suite or protocol.
+        DataError: a damaged file of a run.
     """
+    from longtrain.evaluation.analysis import compare
+    from longtrain.evaluation.analysis.statistics import RESAMPLES, Bootstrap
+    from longtrain.evaluation.reporting.comparisons import compare_summary, compare_table
+    from longtrain.evaluation.reporting.page import compare_page
 
-    runs: Any
-    seed: int
-    resamples: Any
-    page: bool
-    home: Path
-    run_dir: Path
-    record: Mapping[str, Any]
-
-    def run(self) -> None:
-        """Compare the runs; write compare.json, compare.md and, if requested, compare.html.
-
-        Raises:
-            ConfigError: not two runs, or runs of another suite or protocol.
-            DataError: a damaged file of a run.
-        """
-        from longtrain.evaluation.analysis import compare
-        from longtrain.evaluation.analysis.statistics import RESAMPLES, Bootstrap
-        from longtrain.evaluation.reporting.comparisons import compare_summary, compare_table
-        from longtrain.evaluation.reporting.page import compare_page
-
-        folders = folders_of(self.runs, self.home)
-        resamples = RESAMPLES if self.resamples is None else self.resamples
-        draw = Bootstrap(self.seed, convert(resamples, Count, "suite.bootstrap"))
-        first, second = compare.load(folders)
-        found = compare.compare(first, second, draw)
-        files = {"compare.json": files_.as_json(found), "compare.md": compare_table(found).encode()}
-        if self.page:
-            files["compare.html"] = compare_page(found)
-        folder = self.run_dir / "compare" / folder_name(first.label, second.label)
-        files_.write_files(folder, files)
-        provenance.write(folder, self.record, protocol=found["protocol"]["hash"])
-        tables.show(*compare_summary(found))
-        tables.print_lines(
-            "difference: the second run minus the first; * where larger than noise",
-            *(f"note: {note}" for note in found["notes"]),
-            *(f"{name}: {folder / name}" for name in files),
-        )
+    resamples = cfg.suite.values.get("bootstrap")
+    resamples = RESAMPLES if resamples is None else convert(resamples, Count, "suite.bootstrap")
+    first, second = compare.load(folders_of(cfg.evaluation.compare, cfg.home))
+    found = compare.compare(first, second, Bootstrap(cfg.seed, resamples))
+    files = {"compare.json": files_.as_json(found), "compare.md": compare_table(found).encode()}
+    if cfg.evaluation.page:
+        files["compare.html"] = compare_page(found)
+    folder = cfg.run_dir / "compare" / folder_name(first.label, second.label)
+    files_.write_files(folder, files)
+    provenance.write(folder, cfg.values, protocol=found["protocol"]["hash"])
+    tables.show(*compare_summary(found))
+    tables.print_lines(
+        "difference: the second run minus the first; * where larger than noise",
+        *(f"note: {note}" for note in found["notes"]),
+        *(f"{name}: {folder / name}" for name in files),
+    )
 
 
 def folder_name(first: str, second: str) -> str:

@@ -22,8 +22,6 @@ HEADER = ("name", "method", "target", "when", "verified", "main result")
 UNREADABLE = "cannot be read"
 OF_TRAINING = ("config.yaml", "provenance.json", "checkpoints")
 """Entries of which a training run's folder has at least one."""
-CHUNK_BYTES = 1 << 22
-"""Bytes of a file that are hashed at a time."""
 
 
 def run(cfg: RunConfig) -> None:
@@ -91,18 +89,11 @@ def _verified(folder: Path, files: dict[str, str], manifest: dict[str, Any]) -> 
         path = folder / name
         if not path.is_file():
             return f"NO: {name} is missing"
-        if _sha256(path) != wanted:
-            return f"NO: {name} was changed"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                return f"NO: {name} was changed"
     golden = manifest.get("golden")
     return f"files yes; golden outputs in {golden['dtype']}" if golden else "files yes; no golden outputs"
-
-
-def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(CHUNK_BYTES):
-            found.update(part)
-    return found.hexdigest()
 
 
 def _evidence_result(folder: Path) -> str:

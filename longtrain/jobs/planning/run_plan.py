@@ -27,6 +27,7 @@ from longtrain.training import strategy as strategies
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from longtrain.config import RunConfig
     from longtrain.costs.hardware import Gpu
@@ -161,26 +162,41 @@ class RunPlan:
         )
 
     @cached_property
-    def trained(self) -> int:
-        """Number of weights that the method trains, counted on the meta device."""
+    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that the method trains, by name, on the meta device."""
         import torch
 
         spec = self.trained_method
         with torch.device("meta"):
             module = spec.build(self.config, None if spec.export is not None else self.info)
-        return sum(p.numel() for p in module.parameters() if p.requires_grad)
+        return self.cfg.optim.trainable(module.named_parameters())
+
+    @cached_property
+    def trained(self) -> int:
+        """Number of weights that the method trains.
+
+        Raises:
+            ConfigError: the module cannot be built, or not be trained with `optim`.
+        """
+        return sum(parameter.numel() for _, parameter in self._optimized)
+
+    @cached_property
+    def moments(self) -> int:
+        """Numbers in the optimizer's state."""
+        return self.cfg.optim.moments(self._optimized)
 
     @cached_property
     def held(self) -> Footprint:
         """Memory of a rank that does not depend on its packed sequences."""
         if self.trained_method.export is not None:  # the method trains a target
-            return held(None, self.layout, trained=self.trained)
+            return held(None, self.layout, trained=self.trained, moments=self.moments)
         return held(
             self.size,
             self.layout,
             tied=self.tied,
             itemsize=self.itemsize,
             trained=self.trained,
+            moments=self.moments,
             layers=not self.offline,
         )
 
@@ -219,7 +235,8 @@ class RunPlan:
     def job(self, row: PackedSequence, setting: Setting) -> Job:
         """The job (micro-batch) of a packed sequence under a setting."""
         step = self.trained_method.cost.training(setting.config, self.size, row, self.trained, self.itemsize)
-        return Job(self.size, self.tied, self.itemsize, self.trained, row, step, self.offline)
+        counted = self.trained, self.moments
+        return Job(self.size, self.tied, self.itemsize, *counted, row, step, self.offline)
 
     def memory(self, row: PackedSequence, setting: Setting) -> Memory:
         """A rank's memory for a packed sequence under a setting."""

@@ -116,10 +116,11 @@ def disk_of(plan: RunPlan) -> dict[str, int | None]:
         ConfigError: features are to be stored, and the method cannot read stored features.
     """
     counted, keeping = _tokens(plan.cfg), plan.cfg.features
+    checkpoint = disk.checkpoint_bytes(plan.trained, plan.moments)
     tokens = None if counted is None else counted[0]
     found: dict[str, int | None] = {
-        "checkpoint": disk.checkpoint_bytes(plan.trained),
-        "checkpoints_at_most": disk.GENERATIONS * disk.checkpoint_bytes(plan.trained),
+        "checkpoint": checkpoint,
+        "checkpoints_at_most": disk.GENERATIONS * checkpoint,
         "data": None if tokens is None else disk.data_bytes(tokens, plan.size.vocab_size),
     }
     if keeping.mode in ("online", "engine"):  # an engine's files are there already

@@ -8,8 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from longtrain.errors import ConfigError
-from longtrain.jobs.generate import entry_of, parts_of
-from longtrain.jobs.setup import load_artifact, load_target
+from longtrain.jobs.generate import loaded
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -44,12 +43,7 @@ def app_of(cfg: RunConfig) -> Starlette:
     from longtrain.jobs.serving.api import Service
     from longtrain.jobs.serving.worker import Worker
 
-    entry = entry_of(cfg)
-    artifacts = [load_artifact(name, cfg.artifact_source) for name in entry.artifacts]
-    target = load_target(cfg.target, seed=cfg.seed, path=artifacts[0].target.name if artifacts else None)
-    parts = parts_of(
-        target, entry, artifacts, evict=cfg.evict, select=cfg.select, lookup=cfg.decode.lookup or "auto"
-    )
+    target, parts, _ = loaded(cfg)
     worker = Worker(target, parts, cfg.decode.drafting() if parts.draft else None)
     asked, name = cfg.serve, str(cfg.serve.served_name or target.info.name)
     return Service(worker, name, os.environ.get(KEY) or None, asked.queue, asked.max_body).app()

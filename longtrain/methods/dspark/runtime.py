@@ -23,7 +23,7 @@ from longtrain.decoding.expansion import DraftVocabulary, Level, TreeExpansion, 
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.tree import visible
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError
 from longtrain.kernels.fused_layer import RowPositions, Slots, rotary
 from longtrain.methods.dspark.fused import FusedDSpark
 from longtrain.methods.dspark.target_keys import TargetKeys
@@ -106,9 +106,9 @@ class DSparkRuntime:
 
         Raises:
             ConfigError: a tree deeper than the block, or a distribution this draft does not support.
-            ConflictError: called before `start`.
         """
-        cache = self._started()
+        cache = self.cache
+        assert cache is not None
         self.check_shape(shape)
         hidden_BKE = self._block(root_B, cache.len_B)
         base_BJX = self._head(hidden_BKE[:, : shape.depth].contiguous())
@@ -123,12 +123,9 @@ class DSparkRuntime:
         return self._cut(tree, hidden_BKE) if self.cuts else tree
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Store keys and values of the accepted tokens, computed from the target's states.
-
-        Raises:
-            ConflictError: called before `start`.
-        """
-        cache, path_BP = self._started(), verdict.path_BP
+        """Store keys and values of the accepted tokens, computed from the target's states."""
+        cache, path_BP = self.cache, verdict.path_BP
+        assert cache is not None
         one_a_depth = path_BP.shape[1] == tree.tokens_BN.shape[1] and tree.depth_N.dim() == 1
         path = None if one_a_depth else path_BP  # a chain's nodes are in order
         self._keep(step, path, verdict.root_pos(cache.len_B), verdict.n_B, self.draft.own)
@@ -188,11 +185,6 @@ class DSparkRuntime:
         if own is None:
             return self.target.head(hidden_BJE)
         return own(hidden_BJE.flatten(0, 1)).unflatten(0, hidden_BJE.shape[:2])
-
-    def _started(self) -> KVCache:
-        if not self.stores or self.cache is None:
-            raise ConflictError("a DSpark draft was asked before start(); run it through Engine.generate")
-        return self.cache
 
     def _allocate(self, batch: int, prompt: int, cache: KVCache) -> None:
         """Allocate storage for every layer, unless that of an earlier call fits."""

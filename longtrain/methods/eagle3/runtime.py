@@ -20,7 +20,7 @@ from longtrain.cache.ring import DraftRing
 from longtrain.decoding.expansion import DraftVocabulary, Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError
 from longtrain.kernels.fused_layer import RowPositions
 from longtrain.methods.eagle3.fused import FusedEagle3
 from longtrain.methods.rope import ModuleRope
@@ -100,7 +100,6 @@ class Eagle3Runtime:
 
         Raises:
             ConfigError: a tree deeper than the window, or a distribution this draft does not support.
-            ConflictError: called before `start`.
         """
         rows, cache, feature_BE = self._state()
         self.check_shape(shape)
@@ -116,11 +115,7 @@ class Eagle3Runtime:
         return self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Store the accepted nodes with the target's features, in place of the tree's own keys and values.
-
-        Raises:
-            ConflictError: called before `start`.
-        """
+        """Store the accepted nodes with the target's features, in place of the tree's own keys and values."""
         _, cache, before_BE = self._state()
         path_BP, n_B = verdict.path_BP, verdict.n_B
         one_a_depth = path_BP.shape[1] == tree.tokens_BN.shape[1] and tree.depth_N.dim() == 1
@@ -157,8 +152,7 @@ class Eagle3Runtime:
         return (*self.rows.tensors(), self._feature_BE, self.layer.qkv.weight)
 
     def _state(self) -> tuple[DraftRing | DraftHistory, KVCache, Tensor]:
-        if self.rows is None or self.cache is None or self._feature_BE is None:
-            raise ConflictError("an EAGLE-3 draft was asked before start(); run it through Engine.generate")
+        assert self.rows is not None and self.cache is not None and self._feature_BE is not None
         return self.rows, self.cache, self._feature_BE
 
     def _storage(self, tokens_BS: Tensor, cache: KVCache) -> DraftRing | DraftHistory:

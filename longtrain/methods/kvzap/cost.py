@@ -61,6 +61,6 @@ COST = MethodCost(
     training=training,
     first_token=first_token,
     note="KVzap's paper: the MLP adds about 1% of a layer's products, the linear layer 0.02% (8B).",
-    suite="eviction",
+    suite="training",
     response_tokens=1,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from longtrain.files import as_json
 from longtrain.methods.kvzap.config import Config
 from longtrain.targets.info import TargetInfo
 
@@ -45,6 +45,6 @@ def kvpress_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInf
             if name.startswith(like)
         }
     return {
-        f"{FOLDER}/config.json": (json.dumps(about, indent=2) + "\n").encode(),
+        f"{FOLDER}/config.json": as_json(about),
         f"{FOLDER}/model.safetensors": save(plain, metadata={"format": "pt"}),
     }

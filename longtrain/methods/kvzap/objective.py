@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longtrain.decoding.ranking import RECALLS, recall_at
 from longtrain.errors import ConfigError
+from longtrain.features.target import StoredTarget
 from longtrain.methods.kvzap.labels import groups, labelled
 from longtrain.methods.samples import samples
 from longtrain.methods.spec import Loss, Objective
@@ -37,7 +38,7 @@ class KVzapObjective(Objective):
         config: hyperparameters.
 
     Raises:
-        ConfigError: the target's features are stored, and the target itself is absent.
+        ConfigError: the target's features are stored.
 
     Source: KVzap (arXiv 2601.07891) and `kvzap/train.py` of kvpress: MSE on the logarithm of KVzip+ scores.
     Note: kvpress draws 500 tokens of each text; here all of them count, and every context the same.
@@ -50,7 +51,7 @@ class KVzapObjective(Objective):
 
     def __init__(self, module: KVzap, target: Target, config: Config) -> None:
         super().__init__()
-        if not isinstance(target, Target):
+        if isinstance(target, StoredTarget):
             raise ConfigError(
                 "method=kvzap has the target repeat each context, which is not stored; pass features=online"
             )

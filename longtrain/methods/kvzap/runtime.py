@@ -14,7 +14,6 @@ from torch import Tensor
 from longtrain.cache.thinning import Rule, ThinningCache
 from longtrain.decoding.evict import Budget, Budgeted, Keep, PromptRun
 from longtrain.decoding.select import best_of_groups, rows_of
-from longtrain.errors import ConflictError
 from longtrain.methods.kvzap.modules import PredictedScores
 from longtrain.settings import Adaptive
 
@@ -75,16 +74,8 @@ class KVzapEvictor(Budgeted):
         return PredictedScores(self.module)
 
     def scores(self, run: PromptRun) -> Tensor:
-        """Return the predicted score of every prompt token, s_LBGS in fp32.
-
-        Raises:
-            ConflictError: the prefill was not observed.
-        """
-        if not isinstance(run.watched, PredictedScores):
-            raise ConflictError(
-                "kvzap scores KV entries during the prefill, and did not observe it; run it through "
-                "Engine.generate"
-            )
+        """Return the predicted score of every prompt token, s_LBGS in fp32."""
+        assert isinstance(run.watched, PredictedScores)
         return torch.stack(run.watched.scores)
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:

@@ -16,7 +16,7 @@ from longtrain.cache.ring import DraftRing
 from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
 from longtrain.methods.longspec.config import source_layer
@@ -95,7 +95,6 @@ class LongSpecRuntime:
 
         Raises:
             ConfigError: a tree deeper than the window, or a distribution this draft does not support.
-            ConflictError: called before `start`.
         """
         ring, cache = self._state(shape)
 
@@ -106,12 +105,8 @@ class LongSpecRuntime:
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Store the accepted tokens' keys and values in the ring buffer and discard the tree's."""
-        cache = self.cache
-        if cache is None:
-            raise ConflictError(
-                "a LongSpec draft observed a step before start(); run it through Engine.generate"
-            )
-        self._take(tree.tokens_BN, verdict.path_BP, verdict.root_pos(cache.len_B), verdict.n_B)
+        assert self.cache is not None
+        self._take(tree.tokens_BN, verdict.path_BP, verdict.root_pos(self.cache.len_B), verdict.n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
@@ -139,8 +134,7 @@ class LongSpecRuntime:
 
     def _state(self, shape: TreeShape) -> tuple[DraftRing, KVCache]:
         """Return the ring buffer with room for this tree, and the cache."""
-        if self.ring is None or self.cache is None:
-            raise ConflictError("a LongSpec draft was asked before start(); run it through Engine.generate")
+        assert self.ring is not None and self.cache is not None
         self.check_shape(shape)
         self.ring.reserve(shape.n_expanded)
         return self.ring, self.cache

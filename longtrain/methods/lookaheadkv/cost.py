@@ -102,5 +102,5 @@ COST = MethodCost(
     note="LookaheadKV's paper measured, at 8K on an H100 over a forward of about 187 ms: LookaheadKV + 11 "
     "ms, SnapKV + 20, SpecKV + 121, LAQ + 509 (Fig. 2). Our rows are a second pass without written weights.",
     response_tokens=512,
-    suite="eviction",
+    suite="training",
 )

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longtrain.data.packing.packed_sequences import positions, to_device
 from longtrain.losses import importance_kl
 from longtrain.methods.lookaheadkv.modules import lookahead_tokens_of
-from longtrain.methods.lookaheadkv.samples import Truth, moved, positions, prompt_ids
+from longtrain.methods.lookaheadkv.samples import Truth, prompt_ids
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.samples import Sample, samples
 from longtrain.methods.spec import Loss, Objective
@@ -93,15 +94,15 @@ class LookaheadObjective(Objective):
         config, device, info = self.config, batch.ids_T.device, self.target.info
         ranking = None if self.training else Ranking(found, info.n_kv_heads)
         windows = {config.suffix_window} - {0} | ({WINDOW} if ranking else set())
-        prompt_T = moved(prompt_ids(found, len(batch.ids_T)), device)
+        prompt_T = to_device(prompt_ids(found, len(batch.ids_T)), device)
         mixed_T = None
         if config.suffix_window and any(sample.length > config.suffix_window for sample in found):
-            mixed_T = moved(_longer(found, len(batch.ids_T), config.suffix_window), device)
+            mixed_T = to_device(_longer(found, len(batch.ids_T), config.suffix_window), device)
         divergence = _Divergence(config, prompt_T, len(found))
         keys = [(sample.start, sample.prompt) for sample in found]
         embeds_NE, pos_N, spans = lookahead_tokens_of(self.module, keys, [0] * len(keys), self.target.dtype)
         adapters = self.module.adapters(self.target.dtype)
-        rows = SuffixRun(self.target, embeds_NE, moved(pos_N, device), spans, adapters)
+        rows = SuffixRun(self.target, embeds_NE, to_device(pos_N, device), spans, adapters)
         grads = torch.is_grad_enabled()  # taken here, since the prefill runs without gradients
 
         def each(layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
@@ -138,7 +139,7 @@ class LookaheadObjective(Objective):
     @torch.no_grad()
     def _prefill(self, batch: Batch, truth: Truth) -> None:
         """Run prompts and responses through the target, up to K and V of the last layer that has scores."""
-        pos_T = moved(positions(batch.bounds), batch.ids_T.device)
+        pos_T = to_device(positions(batch.bounds), batch.ids_T.device)
         last = self.target.info.full_layers[-1]
         self.target.packed(
             batch.ids_T, pos_T, batch.bounds, OutputRequest("none", stop_at_layer=last), hook=truth

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from longtrain.files import as_json
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import sizes
 from longtrain.targets.info import TargetInfo
@@ -46,10 +46,10 @@ def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) 
     }
     files: dict[str, bytes] = {
         "lookahead_embeddings.safetensors": save({EMBEDDINGS: tensors[EMBEDDINGS].contiguous()}),
-        "longtrain_eviction.json": _json(use),
+        "longtrain_eviction.json": as_json(use),
     }
     if wanted := [f"{name}_proj" for name in config.linears()]:
-        files["adapter_config.json"] = _json(_adapter_config(wanted, config, info))
+        files["adapter_config.json"] = as_json(_adapter_config(wanted, config, info))
         files["adapter_model.safetensors"] = save(
             _adapter(tensors, wanted, config, info), metadata={"format": "pt"}
         )
@@ -84,7 +84,3 @@ def _adapter_config(wanted: list[str], config: Config, info: TargetInfo) -> dict
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()

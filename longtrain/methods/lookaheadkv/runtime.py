@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from longtrain.data.packing.packed_sequences import to_device
 from longtrain.decoding.evict import Budget, Budgeted, Keep, PromptRun
 from longtrain.decoding.observe import LastQueries
 from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
-from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
 from longtrain.methods.lookaheadkv.modules import lookahead_tokens_of
-from longtrain.methods.lookaheadkv.samples import moved
 from longtrain.settings import Adaptive
 from longtrain.targets.suffix import Beside, SuffixRun
 
@@ -92,18 +91,10 @@ class LookaheadEvictor(Budgeted):
 
         The lookahead tokens ran along with the prefill if it was observed; else they go through the cache
         now.
-
-        Raises:
-            ConflictError: a suffix window is configured and the prefill was not observed.
         """
         if isinstance(run.watched, LookaheadTokens):
             run.watched.beside.join()
             return torch.stack(run.watched.scores)
-        if self.config.suffix_window:
-            raise ConflictError(
-                f"suffix_window={self.config.suffix_window} needs the prefill's last queries, and nothing "
-                "observed them; run it through Engine.generate"
-            )
         rows, longest = LookaheadTokens(self, run.lengths), max(run.lengths)
         for layer in range(rows.last + 1):
             k_BTGD, v_BTGD = run.cache.prefix(layer)
@@ -132,7 +123,7 @@ class LookaheadTokens:
         keys = [(0, length) for length in lengths]
         with torch.no_grad():
             embeds_NE, pos_N, spans = lookahead_tokens_of(module, keys, range(len(keys)), target.dtype)
-            pos_N = moved(pos_N, embeds_NE.device)
+            pos_N = to_device(pos_N, embeds_NE.device)
             self._run = SuffixRun(target, embeds_NE, pos_N, spans, evictor.adapters)
         self.last = self._run.last
         self.beside = Beside(target)

@@ -7,20 +7,15 @@ D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from longtrain.cache.packed import alone
+from longtrain.data.packing.packed_sequences import to_device
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
 from longtrain.methods.samples import Sample
 from longtrain.targets.suffix import Beside
-
-
-def positions(bounds: tuple[int, ...]) -> Tensor:
-    """Return positions that restart with each document, int64 on the host."""
-    return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
 
 
 def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
@@ -29,11 +24,6 @@ def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
     for number, sample in enumerate(found):
         ids_T[sample.start : sample.prompt] = number
     return ids_T
-
-
-def moved(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small host tensor to the device without synchronising with it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class ObserverRows:
@@ -52,7 +42,7 @@ class ObserverRows:
         for (start, stop), key in zip(rows, keys, strict=True):
             self.spans.append(Span((first, first + stop - start), 0, key))
             first += stop - start
-        self._rows_N = moved(torch.cat([torch.arange(*pair) for pair in rows]), device)
+        self._rows_N = to_device(torch.cat([torch.arange(*pair) for pair in rows]), device)
 
     def scores(self, q_BHTD: Tensor, k_BGTD: Tensor, scale: float, *, own: bool = False) -> Tensor:
         """Return the importance s_HT of the keys before the queries (with `own` theirs too); else 0."""

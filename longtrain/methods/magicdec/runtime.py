@@ -16,7 +16,7 @@ from longtrain.decoding.control import CHAINS
 from longtrain.decoding.expansion import Level, TreeExpansion, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError
 from longtrain.methods.magicdec.choice import Choice, ScoredEntries, SinkEntries
 from longtrain.methods.magicdec.sparse_cache import ROOM, Layout, SparseBuffers
 from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
@@ -76,20 +76,11 @@ class MagicDecRuntime:
         return self._reader
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """Use the target's cache for its length alone, and store the tokens that followed the prompts.
-
-        Raises:
-            ConflictError: the prefill was not observed.
-        """
-        reader, self._reader = self._reader, None
-        if self.rows is None or reader is None or len(reader.seen) != self.target.info.n_layers:
-            seen = 0 if reader is None else len(reader.seen)
-            raise ConflictError(
-                f"a MagicDec draft saw {seen} of {self.target.info.n_layers} layers of these prompts; hand "
-                "it to `prefill` as attention_observer, or run it through Engine.generate"
-            )
+        """Use the target's cache for its length alone, and store the tokens that followed the prompts."""
+        assert self._reader is not None
         self.cache = cache
-        reader.finish(n_B)
+        self._reader.finish(n_B)
+        self._reader = None
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that is no chain, or longer than the ring buffer allows (`decoding.roles.Draft`).
@@ -109,7 +100,6 @@ class MagicDecRuntime:
 
         Raises:
             ConfigError: a shape that is no chain, or longer than the ring buffer allows.
-            ConflictError: called before `start`.
         """
         rows, cache = self._state()
         self.check_shape(shape)
@@ -130,16 +120,8 @@ class MagicDecRuntime:
         self._nodes[layer] = (k_BGTD, v_BGTD)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Store the accepted nodes' entries, as the target computed them.
-
-        Raises:
-            ConflictError: called before `start`, or the verification was not observed.
-        """
+        """Store the accepted nodes' entries, as the target computed them."""
         rows, cache = self._state()
-        if len(self._nodes) != self.target.info.n_layers:
-            raise ConflictError(
-                "a MagicDec draft observed a step that it did not see; run it through Engine.generate"
-            )
         path_BP, n_B = verdict.path_BP, verdict.n_B
         k_LBGND, v_LBGND = _stacked(self._nodes)
         if tree.copied and tree.depth_N.dim() == 2:  # no chain: look-up added a branch
@@ -159,8 +141,7 @@ class MagicDecRuntime:
         return () if self.rows is None else self.rows.tensors()
 
     def _state(self) -> tuple[SparseBuffers, KVCache]:
-        if self.rows is None or self.cache is None:
-            raise ConflictError("a MagicDec draft was asked before start(); run it through Engine.generate")
+        assert self.rows is not None and self.cache is not None
         return self.rows, self.cache
 
 

@@ -14,7 +14,6 @@ from longtrain.decoding.expansion import check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.tree import chain
-from longtrain.errors import ConflictError
 from longtrain.methods.prompt_lookup.history import History
 from longtrain.targets.step import OutputRequest, TargetStep
 
@@ -65,9 +64,6 @@ class PromptLookupRuntime:
 
         Returns:
             copy_BK, `count` tokens, and the number of tokens that agreed, int64_B.
-
-        Raises:
-            ConflictError: called before `start`.
         """
         history, cache = self._state()
         return history.extend(root_B, cache.len_B, count, self.ngram)
@@ -77,7 +73,6 @@ class PromptLookupRuntime:
 
         Raises:
             ConfigError: a shape that is no chain.
-            ConflictError: called before `start`.
         """
         self.check_shape(shape)
         copy_BK, _ = self.look(root_B, shape.depth)
@@ -99,8 +94,5 @@ class PromptLookupRuntime:
         return () if self.history is None else (self.history.tokens_BC,)
 
     def _state(self) -> tuple[History, KVCache]:
-        if self.history is None or self.cache is None:
-            raise ConflictError(
-                "a prompt look-up draft was asked before start(); run it through Engine.generate"
-            )
+        assert self.history is not None and self.cache is not None
         return self.history, self.cache

@@ -75,11 +75,9 @@ class QuantSpecRuntime:
 
         Raises:
             ConfigError: a shape that is no chain.
-            ConflictError: called before `start`.
         """
         view = self.view
-        if view is None:
-            raise ConflictError("a QuantSpec draft was asked before start(); run it through Engine.generate")
+        assert view is not None
         self.check_shape(shape)
         view.restart()
         pos_JB = view.len_B + self._expansion.depths(shape, root_B.device)[:, None]

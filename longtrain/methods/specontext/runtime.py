@@ -90,11 +90,7 @@ class RetrievalSelector(KeyedSelector):
             own.copy_(one)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """Return scores_BXS of the cache's `used` positions (`Selector`); -inf in sequences that are not due.
-
-        Raises:
-            ConflictError: called before `start`.
-        """
+        """Return scores_BXS of the cache's `used` positions; -inf in sequences that are not due."""
         (k_BSGD,), cache = self.begun()
         head, offset, len_B = self.head, key_offset(self.config), cache.len_B
         entry, rope = self._entries(root_B[:, None]), self._rope(len_B[:, None])
@@ -107,11 +103,7 @@ class RetrievalSelector(KeyedSelector):
         return entry_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Store the keys of the accepted nodes except the root's, which `ahead` stored, and the next inputs.
-
-        Raises:
-            ConflictError: called before `start`.
-        """
+        """Store the keys of the accepted nodes, without the root's (see `ahead`), and the next inputs."""
         (k_BSGD,), cache = self.begun()
         path_BP, n_B, head = verdict.path_BP, verdict.n_B, self.head
         B, P = path_BP.shape

@@ -117,6 +117,20 @@ def test_the_noise_is_measured_where_texts_differ_and_on_so_many_of_them(session
     assert reads == [CHAIN.n_nodes] and exact["noise"]["texts"] == 1
 
 
+def test_no_noise_is_measured_where_the_spacing_of_the_numbers_explains_every_gap(session, half, monkeypatch):
+    measured = []
+    monkeypatch.setattr(lossless, "noise_of", lambda *a, **k: measured.append(k["above"]) or 0.0)
+    made, _, exact = outcome(session, half, exchange(3, 9))
+    gap = exact["largest_gap"]
+    assert measured and exact["violations"] == 1
+    measured.clear()
+    for spaces, needed in ((gap / 2, False), (gap / 2 * 0.99, True)):
+        monkeypatch.setattr(lossless, "spacing", lambda *_, spaces=spaces: spaces)
+        exact = replace(made).finish().results["systems"][1]["tasks"][0]["exactness"]
+        assert bool(measured) == needed and exact["violations"] == needed
+        assert exact["noise"]["largest"] == spaces and bool(exact["noise"]["texts"]) == needed
+
+
 def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
     _, found, exact = outcome(session, half, shorten)
     assert exact["wrong"] == 1 and exact["first"][-1]["gap"] is None

@@ -53,8 +53,6 @@ def test_what_remains_is_whole_units_unless_the_batch_changed():
 
 
 def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(ConfigError, match=r"suite\.batch=0; allowed: a whole number, 1 or more"):
-        plan(suite(), batch=0)
     with pytest.raises(DataError, match="has no example"):
         suite(replace(task(), rows=()))
     rows = task().rows

@@ -10,7 +10,6 @@ import pytest
 
 from longtrain.errors import ConfigError
 from longtrain.evaluation.harness.results_journal import ResultsJournal, first_difference
-from longtrain.evaluation.records import Record, Turn
 
 SETTINGS = {"protocol": {"seed": 0, "tasks": {"a": {"rows": 3}}}, "target": "abc"}
 
@@ -100,12 +99,3 @@ def test_two_runs_cannot_write_one_shard(tmp_path):
 )
 def test_the_first_difference_is_named_in_depth(one, other, found):
     assert first_difference(one, other) == found
-
-
-def test_an_answer_of_an_earlier_journal_is_read():
-    """Before 0.1.0 `kept_entries` was called `kept_rows`."""
-    record = Record("full", "task", "1", {}, 9, "", False, (Turn("ab", (1, 2), "length", 9, 4.0),), None)
-    values = record.to_json()
-    (turn,) = values["turns"]
-    turn["kept_rows"] = turn.pop("kept_entries")
-    assert Record.from_json(values) == record

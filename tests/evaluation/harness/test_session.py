@@ -15,10 +15,9 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness import answers as running
 from longtrain.evaluation.harness import recorded
-from longtrain.evaluation.harness.answers import sequence_id
 from longtrain.evaluation.harness.run import StoppedError
 from longtrain.evaluation.harness.speed import SpeedTest
-from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.evaluation.task import Example, Measured, Task, sequence_id
 from longtrain.files import as_json
 from longtrain.methods.policies import snapkv
 from longtrain.methods.policies.oracle import QuestionOracle
@@ -100,8 +99,6 @@ def test_parts_make_the_whole(session, shards):
         assert bool(part.missing()) == (number > 0)
     outcome = session("parts").finish()
     assert (as_json(outcome.results), outcome.examples) == expected
-    with pytest.raises(ConfigError, match="shard=2 shards=2; allowed"):
-        session("parts").work(shard=2, shards=2)
 
 
 def test_another_budget_or_system_computes_only_itself(session, counted):

@@ -9,7 +9,7 @@ import pytest
 
 from longtrain.assets import asset_dir
 from longtrain.evaluation.ruler.generate import Generator
-from longtrain.evaluation.ruler.questions import read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.sources import Haystack
 from longtrain.evaluation.ruler.tasks import TASKS
@@ -88,8 +88,9 @@ def hotpot_rows():
 def questions(tmp_path_factory, squad_rows, hotpot_rows):
     folder = tmp_path_factory.mktemp("questions")
     (folder / "squad.json").write_text(json.dumps(squad_rows))
-    (folder / "hotpot.json").write_text(json.dumps(hotpot_rows))
-    return {"qa_1": read_squad(folder / "squad.json"), "qa_2": read_hotpotqa(folder / "hotpot.json")}
+    (folder / "hotpotqa.json").write_text(json.dumps(hotpot_rows))
+    names = {"qa_1": "squad", "qa_2": "hotpotqa"}
+    return {task: DATASETS[name].read(folder / f"{name}.json") for task, name in names.items()}
 
 
 @pytest.fixture(scope="session")

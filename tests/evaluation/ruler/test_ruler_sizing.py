@@ -50,6 +50,7 @@ def check_largest(seed: int) -> None:
     assert largest(count, totals[least] - 1, least=least, unit=unit) is None
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("length", [2048, 4096])
 @pytest.mark.parametrize("task", TASKS)
 def test_haystack_is_the_most_that_fits(tokenizer, haystack, questions, task: str, length: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.ruler.questions import read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, _wonderwords, vocabulary
 
 TEXT = (
@@ -168,7 +168,7 @@ def test_bad_question_files(tmp_path, squad_rows, hotpot_rows) -> None:
     for rows in bad_squad:
         file.write_text(json.dumps(rows))
         with pytest.raises(DataError, match=r"question file .*q\.json"):
-            read_squad(file)
+            DATASETS["squad"].read(file)
     bad_hotpot = [
         squad_rows,
         [],
@@ -179,17 +179,17 @@ def test_bad_question_files(tmp_path, squad_rows, hotpot_rows) -> None:
     for rows in bad_hotpot:
         file.write_text(json.dumps(rows))
         with pytest.raises(DataError, match=r"question file .*q\.json"):
-            read_hotpotqa(file)
+            DATASETS["hotpotqa"].read(file)
     file.write_text("{")
     with pytest.raises(DataError, match="as JSON"):
-        read_squad(file)
+        DATASETS["squad"].read(file)
 
 
 def test_questions_are_needed_and_enough(make) -> None:
     with pytest.raises(ConfigError, match=r"pass suite.squad=FILE.*https://"):
         make("qa_1", length=2048, questions=None)
     assert make("qa_2", length=4096, n=1, start=119)[0].index == 119
-    with pytest.raises(DataError, match=r"question 120 of hotpot\.json was asked for, it has 120"):
+    with pytest.raises(DataError, match=r"question 120 of hotpotqa\.json was asked for, it has 120"):
         make("qa_2", length=4096, n=1, start=120)
 
 

@@ -78,7 +78,6 @@ def test_equal_around_the_depth_where_the_official_walk_breaks() -> None:
     got = [rouge_l(a, b) for a, b in pairs]
     assert got == official(pairs)
     assert [score > 0 for score in got] == [True, False] * 4 + [False, True, False]
-    assert all(rouge_l(a, b, max_steps=None) > 0 for a, b in (broken_once, *mixed, equal[1]))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.ruler.generate import Generator
-from longtrain.evaluation.ruler.questions import DATASETS, read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.ruler.sizing import Framing, Material
 from longtrain.evaluation.ruler.sources import SHA256, vocabulary
 from longtrain.evaluation.ruler.tasks import TASKS
@@ -220,7 +220,7 @@ def test_the_hubs_rows_are_the_files_questions(files, squad_rows, hotpot_rows) -
         for paragraph in article["paragraphs"]
         for row in paragraph["qas"]
     ]
-    got, expected = DATASETS["squad"].of_rows(flat, "x"), read_squad(files["squad"])
+    got, expected = DATASETS["squad"].of_rows(flat, "x"), DATASETS["squad"].read(files["squad"])
     assert (got.documents, got.items, got.digest) == (expected.documents, expected.items, expected.digest)
     columns = [
         {
@@ -233,7 +233,7 @@ def test_the_hubs_rows_are_the_files_questions(files, squad_rows, hotpot_rows) -
         }
         for row in hotpot_rows
     ]
-    got, expected = DATASETS["hotpotqa"].of_rows(columns, "x"), read_hotpotqa(files["hotpotqa"])
+    got, expected = DATASETS["hotpotqa"].of_rows(columns, "x"), DATASETS["hotpotqa"].read(files["hotpotqa"])
     assert (got.documents, got.items, got.digest) == (expected.documents, expected.items, expected.digest)
 
 

@@ -54,8 +54,8 @@ def test_rows_of_a_data_set_on_the_hub(monkeypatch) -> None:
 
     monkeypatch.setattr(shared, "resolve", lambda part: "c0ffee")
     monkeypatch.setattr(shared, "rows", stream)
-    assert read_rows("some/people", "people", FIELDS, split="test", config="en") == ROWS[:1]
-    assert asked == [("some/people", "test", "en", "c0ffee", None)]
+    assert read_rows("some/people", "people", FIELDS) == ROWS[:1]
+    assert asked == [("some/people", "train", None, "c0ffee", None)]
 
 
 def test_a_file_of_the_hub(monkeypatch, tmp_path) -> None:

@@ -117,13 +117,12 @@ def test_chunked_equals_whole_and_blocks_written_out_fp64(llama, make_draft, mak
     draft = make_draft(llama, config)
     batch = make_batch(llama, LENGTHS, mask=some)
     whole, outputs = gradients(draft, llama, replace(config, chunk_tokens=0), batch, 0.3)
-    for chunk in (7, 16):
-        part, got = gradients(draft, llama, replace(config, chunk_tokens=chunk), batch, 0.3)
-        assert gradient_distance(got, outputs) <= 1e-12
-        torch.testing.assert_close(part.total, whole.total, rtol=1e-12, atol=0)
-        for metric, pair in part.metrics.items():
-            same = pytest.approx([float(x) for x in whole.metrics[metric]])
-            assert [float(x) for x in pair] == same, metric
+    part, got = gradients(draft, llama, replace(config, chunk_tokens=7), batch, 0.3)
+    assert gradient_distance(got, outputs) <= 1e-12
+    torch.testing.assert_close(part.total, whole.total, rtol=1e-12, atol=0)
+    for metric, pair in part.metrics.items():
+        same = pytest.approx([float(x) for x in whole.metrics[metric]])
+        assert [float(x) for x in pair] == same, metric
     expected, hits = plain(draft, llama, config, batch)
     torch.testing.assert_close(whole.total.detach(), expected.detach(), rtol=1e-10, atol=0)
     draft.zero_grad()

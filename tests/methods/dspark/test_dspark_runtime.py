@@ -15,7 +15,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape, completed
 from longtrain.decoding.sampling import HashRng, Sampling
-from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
+from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.methods.dspark.config import MOST_ROWS, Config
 from longtrain.methods.dspark.runtime import DSparkRuntime
@@ -58,6 +58,7 @@ def hidden_of(draft, target, config, text, root):
     return block_hidden(draft, target, config, states, pos, len(text), root, kv)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1, 1), (2, 4, 3)], ids=str)
 @torch.no_grad()
@@ -142,7 +143,7 @@ def test_a_long_prompt_is_read_in_chunks(name, llama, make_draft, monkeypatch):
     [
         *((name, "llama_micro") for name in ("dspark", "dflash", "windows", "the target's keys")),
         ("a vocabulary of its own", "llama_micro"),
-        ("dspark", "qwen3_micro"),
+        pytest.param("dspark", "qwen3_micro", marks=pytest.mark.slow),
         ("the target's keys", "qwen3_micro"),
     ],
 )
@@ -179,9 +180,9 @@ def test_sampled_text_follows_the_targets_distribution(widths, config, make_draf
     shape = {**SHAPES["llama_micro"], "num_hidden_layers": 4, "vocab_size": 7}
     target = random_target(shape, seed=3, dtype=torch.float64)
     parts = SPEC.attach(make_draft(target, config), target, config, {})
-    engine = Engine(target, parts, limits=Limits(batch=500))
+    engine = Engine(target, parts, limits=Limits(batch=250))
     tree, sampling = TreeShape(widths, ChildChoice.IID), Sampling(temperature=1.3, seed=1)
-    chi2, _ = chi_square(engine, [token % 7 for token in texts_of(20)[0]], tree, sampling, tokens=4, runs=500)
+    chi2, _ = chi_square(engine, [token % 7 for token in texts_of(20)[0]], tree, sampling, tokens=4, runs=250)
     assert chi2 < 42.3  # 99.9% at 18 degrees of freedom
 
 
@@ -215,7 +216,7 @@ def test_the_markov_table_of_a_bigram_target_is_accepted_whole_and_one_off_by_a_
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
     [
-        ("dspark", TreeShape((1,) * 5), Sampling()),
+        pytest.param("dspark", TreeShape((1,) * 5), Sampling(), marks=pytest.mark.slow),
         ("dspark", TreeShape((1,) * 5, ChildChoice.IID), Sampling(temperature=0.9, top_p=0.95, seed=3)),
         ("dflash", TreeShape((3, 4, 2)), Sampling()),
         ("the target's keys", TreeShape((1,) * 5), Sampling()),
@@ -276,8 +277,6 @@ def test_refusals(llama, make_draft):
     config = CONFIGS["its own shape, windows"]
     draft = make_draft(llama, config)
     runtime = DSparkRuntime(draft, llama, config)
-    with pytest.raises(ConflictError, match="before start"):
-        runtime.propose(torch.tensor([3]), TreeShape((1,)), Sampling(), HashRng(0, torch.zeros(1)))
     for shape, why in (
         (TreeShape((2,), ChildChoice.NO_REPLACE), "no_replace"),
         (TreeShape((1,) * 6), "depth 6 .* allowed: up to 5 levels"),
@@ -287,8 +286,6 @@ def test_refusals(llama, make_draft):
             runtime.check_shape(shape)
     with pytest.raises(ConfigError, match="no inference key 'head_bits'; known: min_confidence"):
         SPEC.attach(draft, llama, config, {"head_bits": 4})
-    with pytest.raises(TargetMismatchError, match="is DSparkDraft, not Linear"):
-        SPEC.attach(torch.nn.Linear(1, 1), llama, config, {})
     other = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, dtype=torch.float64)
     with pytest.raises(TargetMismatchError, match=r"\(48, 48, 8, 97\); target .* asks for \(64, 64, 8, 97\)"):
         SPEC.attach(draft, other, config, {})

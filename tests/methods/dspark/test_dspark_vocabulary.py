@@ -93,7 +93,7 @@ def test_refusals(llama, make_draft):
         replace(OWN, objective="ce_l1")
     runtime = DSparkRuntime(make_draft(llama, OWN), llama, OWN)
     runtime.check_shape(TreeShape((4,)))
-    with pytest.raises(ConfigError, match="a tree level of 5 nodes; a vocabulary of 4 allows 4"):
+    with pytest.raises(ConfigError, match=r"level of 5 nodes in shape \[5\]; .*of 4 tokens allows 4"):
         runtime.check_shape(TreeShape((5,)))
     # without a Markov head no matrix has the size of the target's vocabulary
     config = replace(OWN, heads="none", sample_from_anchor=False)

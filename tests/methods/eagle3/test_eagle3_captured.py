@@ -30,7 +30,7 @@ WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
     [
-        ("all positions", CHAIN, Sampling()),
+        pytest.param("all positions", CHAIN, Sampling(), marks=pytest.mark.slow),
         ("all positions", TreeShape((2, 4), ChildChoice.IID), WARM),
         ("a window and sinks", TREE, WARM),
         ("its own rope", TREE, Sampling()),

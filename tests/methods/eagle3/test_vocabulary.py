@@ -10,10 +10,14 @@ import torch
 
 from longtrain.data.packing import prepared
 from longtrain.data.packing.prepared import Prepared, PreparedWriter, label_counts
+from longtrain.decoding.control import ShapeChoice
+from longtrain.decoding.engine import AUTO, GREEDY, Engine
+from longtrain.decoding.roles import ChildChoice
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.spec import SPEC
+from longtrain.methods.prompt_lookup.joined import with_lookup
 from longtrain.methods.vocabulary import check_vocabulary, most_frequent
 
 
@@ -79,3 +83,28 @@ def test_a_loaded_draft_keeps_its_weights_and_its_vocabulary_is_checked(llama, c
     SPEC.attach(module, llama, config, {})  # it serves, and never drafts the end
     (said,) = [record.getMessage() for record in caplog.records]
     assert "vocabulary of 4 tokens lacks token 1, which ends texts of target" in said
+
+
+@pytest.mark.parametrize("joined", ["off", "auto"])
+def test_offered_shapes_wider_than_the_vocabulary_are_left_out(llama, make_draft, joined):
+    """Of 2 tokens a first level has at most 2 nodes; whoever asks for 4 is told so."""
+    config = Config(layers=[0, 1], draft_vocab_size=2)
+    parts = with_lookup(SPEC.attach(make_draft(llama, config), llama, config, {}), joined)
+    engine = Engine(llama, parts)
+    plain = Engine(llama).generate([[5, 6, 7, 8] * 4], max_new_tokens=40, ignore_eos=True)
+    made = engine.generate([[5, 6, 7, 8] * 4], max_new_tokens=40, ignore_eos=True, shape=AUTO)
+    assert made.tokens == plain.tokens
+    assert {shape.widths for shape in engine._shapes(AUTO, GREEDY)} == {(), (1, 1), (1,) * 4, (2, 4, 4)}
+    with pytest.raises(ConfigError, match=r"level of 4 nodes in shape \[4, .*of 2 tokens allows 2 there"):
+        engine.generate([[5, 6]], max_new_tokens=4, shape=ShapeChoice(((1, 1), (4, 8))))
+
+
+def test_offered_shapes_deeper_than_the_window_are_left_out(llama, make_draft):
+    for window, depths in ((5, {0, 2, 3, 4}), (3, {0, 2})):
+        config = Config(layers=[0, 1], depths=2, window=window)
+        engine = Engine(llama, SPEC.attach(make_draft(llama, config), llama, config, {}))
+        assert {shape.depth for shape in engine._shapes(AUTO, GREEDY)} == depths
+    with pytest.raises(ConfigError, match="a tree of depth 4 does not fit a window of 3"):
+        engine.generate([[5, 6]], max_new_tokens=4, shape=ShapeChoice(((1,) * 4,)))
+    with pytest.raises(ConfigError, match="not no_replace"):  # no shape is left, and the reason is told
+        engine.generate([[5, 6]], max_new_tokens=4, shape=ShapeChoice(children=ChildChoice.NO_REPLACE))

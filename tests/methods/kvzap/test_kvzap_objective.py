@@ -18,6 +18,7 @@ from longtrain.methods.samples import Sample
 from tests.methods.policies.runs import prefilled
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("target", ["llama", "gemma3"], indirect=True)
 @pytest.mark.parametrize("labels", ["kvzip", "kvzip_plus"])
 def test_labels_are_the_policys_scores(target, module, labels):

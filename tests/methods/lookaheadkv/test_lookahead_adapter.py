@@ -132,6 +132,7 @@ def changed(folder, **keys):
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -186,6 +186,7 @@ def faulty_attach(made, fault):
     return parts
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_are_caught(made, target, fault, dtype):

@@ -26,7 +26,7 @@ def test_eight_samples_are_learned(three_layers):
     )
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     kl = []
-    for _ in range(90):
+    for _ in range(50):
         loss = objective(batch).total / 8
         kl.append(float(loss.detach()))
         optimizer.zero_grad()

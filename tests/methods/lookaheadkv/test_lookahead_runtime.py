@@ -11,7 +11,6 @@ import torch
 from longtrain import methods
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, PromptRun
-from longtrain.errors import ConflictError
 from longtrain.methods import policies
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.runtime import LookaheadTokens
@@ -41,6 +40,7 @@ def prefilled(target, texts, one):
     return PromptRun(target, cache, tuple(lengths), ids, n, ids[:, 0], watched=hook)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "windows of 3"])
 def test_scores_of_a_batch_are_those_of_the_equations(three_layers, make_module, family, window):
@@ -138,15 +138,6 @@ def test_ada_kv_wraps_the_evictor(three_layers, make_module):
     run = prefilled(target, prompts(target), wrapper)
     assert torch.equal(wrapper.scores(run), one.scores(run)) and wrapper.least_budget == 1
     assert torch.equal(wrapper.select(run).idx_LBGK, one.with_budget(Budget(12)).select(run).idx_LBGK)
-
-
-def test_a_window_without_its_queries_is_told(three_layers, make_module):
-    target = three_layers()
-    config = replace(CONFIG, suffix_window=8)
-    one = evictor(target, make_module(target, config), config)
-    run = replace(prefilled(target, prompts(target), one), watched=None)
-    with pytest.raises(ConflictError, match="suffix_window=8 needs"):
-        one.select(run)
 
 
 def test_engine_with_a_budget_that_fits_is_the_engine_without(three_layers, make_module):

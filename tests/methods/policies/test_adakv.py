@@ -51,6 +51,7 @@ def reference(s_LGS, n, *, window, kernel, floor, across="heads", normalise=Fals
     return found, counts
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("across", ["heads", "layers"])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])

@@ -148,6 +148,7 @@ def test_without_a_chat_template_a_line_break_asks(target, tokenizer):
     assert request == [*encode("\n\n" + FIRST, add_special_tokens=False), *encode("\n")]
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("norms", [{}, {"value_norm": True}, {"value_norm": True, "row_norm": True}])
 @pytest.mark.parametrize("across", ["layers", "heads"])
 def test_scores_and_kept_rows(target, tokenizer, norms, across):

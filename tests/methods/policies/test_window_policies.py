@@ -24,6 +24,7 @@ def window_scores(A_LHTT, n_kv_heads, window):
     return group_mean(A_LHTT[:, :, T - window :, : T - window].mean(2), n_kv_heads)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o", "tova"])
 @pytest.mark.parametrize("seed", [0, 1])

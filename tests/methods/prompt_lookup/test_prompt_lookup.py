@@ -10,7 +10,7 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import ChildChoice, Parts, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.errors import ConfigError, DataError
 from longtrain.kernels.suffix_match import NONE, longest_match
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.history import History
@@ -180,9 +180,9 @@ def test_a_text_longer_than_the_ring_forgets_its_beginning():
 )
 def test_the_text_is_the_targets_own(target, sampling):
     gen = torch.Generator().manual_seed(2)
-    texts = [torch.randint(97, (n,), generator=gen).tolist() for n in (1, 2, 17, 300)]
+    texts = [torch.randint(97, (n,), generator=gen).tolist() for n in (1, 2, 17, 70)]
     engine = Engine(target, parts_of(target))
-    options = {"max_new_tokens": 100, "sampling": sampling, "ignore_eos": True}
+    options = {"max_new_tokens": 60, "sampling": sampling, "ignore_eos": True}
     plain = engine.generate(texts, shape=PLAIN, **options)
     out = engine.generate(texts, shape=TreeShape((1,) * 6), **options)
     assert out.tokens == plain.tokens and out.stats.draft_bytes > 0
@@ -193,10 +193,10 @@ def test_the_text_is_the_targets_own(target, sampling):
 def test_as_a_sampled_chain_it_follows_the_targets_law(children):
     """The law of its drafts is that of a certain token."""
     target = random_target("llama_micro", seed=3)
-    engine = Engine(target, parts_of(target), limits=Limits(batch=400))
+    engine = Engine(target, parts_of(target), limits=Limits(batch=200))
     sampling = Sampling(temperature=1.5, top_k=3, seed=1)
-    prompt, shape = [5, 6, 7, 8, 9, 10] * 6, TreeShape((1, 1), children)
-    chi2, stats = chi_square(engine, prompt, shape, sampling, tokens=5, runs=400)
+    prompt, shape = [5, 6, 7, 8, 9, 10] * 3, TreeShape((1, 1), children)
+    chi2, stats = chi_square(engine, prompt, shape, sampling, tokens=5, runs=200)
     assert chi2 < 51.2 and stats.acceptance_rate > 0.02  # 99.9% at 24 degrees of freedom
 
 
@@ -217,8 +217,6 @@ def test_on_another_cache_and_its_memory(target):
 def test_what_it_refuses(target):
     with pytest.raises(ConfigError, match=r"prompt look-up drafts chains, and shape \[2, 2\]"):
         Engine(target, parts_of(target)).generate([[3, 4]], max_new_tokens=4, shape=TreeShape((2, 2)))
-    with pytest.raises(ConflictError, match="before start"):
-        parts_of(target).draft.propose(torch.zeros(1).long(), CHAIN, Sampling(), None)
     with pytest.raises(ConfigError, match="no inference keys"):
         SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
     for ngram in (0, 129):

@@ -107,10 +107,10 @@ def test_a_cache_that_is_outgrown_gives_its_memory_back(target, capture):
 
 def test_sampled_text_follows_the_law_of_plain_decoding():
     target = random_target({**MICRO, "vocab_size": 7}, seed=3)
-    engine = Engine(target, parts_of(target), limits=Limits(batch=500))
+    engine = Engine(target, parts_of(target), limits=Limits(batch=200))
     prompt = [token % 7 for token in prompts(254)[0]]
     shape, sampling = TreeShape((1, 1), ChildChoice.IID), Sampling(temperature=1.3, seed=1)
-    chi2, _ = chi_square(engine, prompt, shape, sampling, tokens=4, runs=500)
+    chi2, _ = chi_square(engine, prompt, shape, sampling, tokens=4, runs=200)
     assert chi2 < 42.3  # 99.9% at 18 degrees of freedom
 
 
@@ -168,8 +168,6 @@ def test_the_draft_shares_all_but_its_linear_layers(target):
     assert (model.device, model.dtype) == (target.device, target.dtype)
     pos_BT = torch.arange(5)[None]
     assert all(torch.equal(a, b) for a, b in zip(model.rope(pos_BT), target.rope(pos_BT), strict=True))
-    with pytest.raises(ConflictError, match="INT4"):
-        _ = model.head_weight
 
 
 def test_caches_are_used_again(target):
@@ -211,8 +209,6 @@ def test_what_it_refuses(target, monkeypatch):
         Engine(target, parts.merge(Parts(evictor=evictor, name="snapkv")))
     with pytest.raises(ConflictError, match="hierarchical"):
         Engine(target, Parts(draft=parts.draft)).generate(prompts(20), max_new_tokens=4)
-    with pytest.raises(ConflictError, match="start"):
-        parts_of(target).draft.propose(torch.zeros(1).long(), PLAIN, Sampling(), None)
     with pytest.raises(ConfigError, match="size 32"):
         parts_of(random_target("qwen3_micro"))
     with pytest.raises(ConfigError, match="no inference keys"):

@@ -95,6 +95,7 @@ class Spelled(KVCache):
         return 0
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 24])
 @pytest.mark.parametrize("length", [50, 370])
@@ -120,7 +121,9 @@ def test_steps_are_those_of_entries_that_are_read_back_and_masks_that_are_writte
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"split": "rtn", "weight_bits": 16}, {"kv_bits": 8}], ids=["both", "KV only", "weights only"]
+    "keys",
+    [pytest.param({}, marks=pytest.mark.slow), {"split": "rtn", "weight_bits": 16}, {"kv_bits": 8}],
+    ids=["both", "KV only", "weights only"],
 )
 def test_batches_sampled_and_greedy_are_those_of_plain_decoding_on_this_cache(target, keys):
     engine = Engine(target, attached("quantspec", target, **keys))

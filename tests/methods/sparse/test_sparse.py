@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from longtrain import methods
 from longtrain.cache.entry_sets import ReadBudget, choose_entries
-from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
@@ -55,7 +55,6 @@ def test_the_text_does_not_depend_on_speculation_or_on_other_texts(rule):
     assert plain[0] != generate(None, target=target).tokens[0]
     drafted = Parts(draft=OracleDraft(target, noise=0.5), selector=parts_of(rule, target).selector)
     assert generate(drafted, target=target, shape=TreeShape((3, 4, 2))).tokens == plain
-    assert generate(drafted, target=target, shape=PLAIN).tokens == plain
     assert generate(parts_of(rule, target), PROMPTS[2:], target=target).tokens == plain[2:]
 
 

@@ -96,6 +96,7 @@ def by_hand(head, target, config, batch):
     return total / head.n_sets
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("which", ["target", "windows"])
 def test_loss_and_gradient_are_those_of_the_sum_written_out(name, which, request, make_batch, monkeypatch):

@@ -6,7 +6,6 @@ D head dim, C tokens before blocks and rows of one together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,15 +18,6 @@ from longtrain.methods.rope import rotary_of
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
-
-
-def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> DSparkDraft:
-    """Build the module in fp32 on the CPU."""
-    with torch.device("meta"):
-        module = DSparkDraft(config, info)
-    module = module.to_empty(device="cpu")
-    module.load_state_dict({name: tensor.cpu() for name, tensor in tensors.items()})
-    return module.float().eval().requires_grad_(False)
 
 
 def block_states(

@@ -12,16 +12,17 @@ can propose, N the target's states of all read layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longtrain.layers import exact_products
-from longtrain.methods.draft_checks import Recorded, distance
+from longtrain.methods.draft_checks import Recorded, distance, draft_of
 from longtrain.methods.dspark.config import Config
-from longtrain.methods.dspark.formats.blocks import block_states, draft_of
+from longtrain.methods.dspark.formats.blocks import block_states
+from longtrain.methods.dspark.modules import DSparkDraft
 from longtrain.methods.vocabulary import IDS
 from longtrain.targets.info import TargetInfo
 
@@ -65,8 +66,8 @@ class Blocks(Recorded):
     markov_AKV: Tensor
     confidence_AK: Tensor
     tokens_AK: Tensor
-    logits_AKV: Tensor = field(default_factory=lambda: torch.zeros(0))
-    draft_ids_V: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    logits_AKV: Tensor
+    draft_ids_V: Tensor
 
     @classmethod
     def record(cls, tensors: Mapping[str, Tensor], config: Config, target: Target) -> Blocks:
@@ -81,7 +82,8 @@ class Blocks(Recorded):
         made = _ask(tensors, config, info, *inputs)
         mask, outputs = tensors["mask_id"].cpu(), (made.hidden_AKE, made.markov_AKV, made.confidence_AK)
         if IDS not in tensors:
-            return cls(*inputs, mask, *outputs, _tokens(target, made.hidden_AKE, made.markov_AKV))
+            tokens_AK = _tokens(target, made.hidden_AKE, made.markov_AKV)
+            return cls(*inputs, mask, *outputs, tokens_AK, made.logits_AKV, torch.zeros(0, dtype=torch.long))
         ids_V, best_AK = tensors[IDS].cpu(), _likeliest(made.logits_AKV, made.markov_AKV)
         return cls(*inputs, mask, *outputs, ids_V[best_AK], made.logits_AKV, ids_V)
 
@@ -187,7 +189,7 @@ def _ask(
 ) -> _Outputs:
     """Compute the blocks."""
     with exact_products():
-        module = draft_of(tensors, config, info)
+        module = draft_of(DSparkDraft, tensors, config, info)
         masks_AME = mask_E.expand(len(place_A), config.rows - 1, -1)
         embed_ARE = torch.cat((embed_AE[:, None], masks_AME), 1)
         hidden_AKE = block_states(module, config, info, states_TN, pos_T, place_A, embed_ARE)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.methods.draft_checks import better, heldout_tokens, judged, moved_layers
+from longtrain.methods.draft_checks import better, draft_of, heldout_tokens, judged, moved_layers
 from longtrain.methods.dspark.config import MOST_ROWS, Config
-from longtrain.methods.dspark.formats.blocks import block_states, draft_of
+from longtrain.methods.dspark.formats.blocks import block_states
+from longtrain.methods.dspark.modules import DSparkDraft
 from longtrain.targets.step import OutputRequest
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _guesses(
     """Return the share of samples that the target accepts after the text's own tokens, and whether the most
     likely token is the target's, each [K, A].
     """
-    module = draft_of(found.tensors, config, target.info)
+    module = draft_of(DSparkDraft, found.tensors, config, target.info)
     stop = len(ids_T) - SLOTS
     place_A = torch.arange(stop - BLOCKS, stop)
     ids_AR = module.mask_id.expand(BLOCKS, config.rows).clone()

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from longtrain.layers import exact_products
-from longtrain.methods.draft_checks import Recorded, distance
+from longtrain.methods.draft_checks import Recorded, distance, draft_of
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.recursion import Chains, recursion, rows_back
-from longtrain.targets.info import TargetInfo, draft_rope
-from longtrain.targets.rotary import Rotary
+from longtrain.methods.rope import rotary_of
+from longtrain.targets.info import TargetInfo
 
 CHAINS, DEPTHS = 4, 4
 FAR = 256
@@ -124,24 +124,6 @@ def golden_rows(config: Config, info: TargetInfo) -> Tensor:
     return torch.tensor(sorted({place for place in places if 0 <= place <= last}))
 
 
-def draft_of(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> Eagle3Draft:
-    """Build the module in fp32 on the CPU."""
-    with torch.device("meta"):
-        module = Eagle3Draft(config, info)
-    module = module.to_empty(device="cpu")
-    module.load_state_dict({name: tensor.cpu() for name, tensor in tensors.items()})
-    return module.float().eval().requires_grad_(False)
-
-
-def rotary_of(config: Config, info: TargetInfo) -> Rotary:
-    """Return the draft's rotary embedding: its own, or the target's."""
-    return Rotary(
-        config.rope or draft_rope(info.rope),
-        head_dim=config.head_dim or info.head_dim,
-        max_positions=info.max_positions,
-    )
-
-
 @torch.no_grad()
 def _ask(
     tensors: Mapping[str, Tensor],
@@ -152,7 +134,7 @@ def _ask(
     rows_T: Tensor,
 ) -> Chains:
     with exact_products():
-        module = draft_of(tensors, config, info)
+        module = draft_of(Eagle3Draft, tensors, config, info)
         feature_TE = module.feature(states_TN.chunk(len(module.layers), dim=-1))
         return recursion(
             module,

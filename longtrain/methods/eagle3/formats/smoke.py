@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longtrain.methods.draft_checks import heldout_tokens, judged, moved_layers
+from longtrain.methods.draft_checks import draft_of, heldout_tokens, judged, moved_layers
 from longtrain.methods.eagle3.config import Config, layers_of
-from longtrain.methods.eagle3.formats.golden import draft_of, rotary_of
+from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.recursion import recursion, rows_back
+from longtrain.methods.rope import rotary_of
 from longtrain.targets.info import draft_rope
 from longtrain.targets.step import OutputRequest
 
@@ -85,7 +86,7 @@ def _shares(
     probs_TV: Tensor,
 ) -> tuple[Tensor, Tensor, float]:
     """Return accepted share and hits per step [DEPTHS, R], and the share of the most common target token."""
-    module = draft_of(found.tensors, config, target.info)
+    module = draft_of(Eagle3Draft, found.tensors, config, target.info)
     n_rows = len(embed_TE) - DEPTHS - 1
     feature_TE = module.feature([states[layer][:n_rows] for layer in module.layers])
     start = n_rows - CHAINS

@@ -40,6 +40,7 @@ def refused(folder, said, target=None):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("anchor", [True, False])
 def test_the_other_layout(export, form, anchor):
@@ -174,18 +175,7 @@ def test_a_vocabulary_of_the_drafts_own(export, change, said):
     refused(folder, said)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_record_of_before_such_vocabularies(export, form):
-    """Its golden blocks have neither logits nor tokens of a head of the draft's own."""
-    folder = export(form)[0]
-    path = folder.path / "longtrain" / "golden.safetensors"
-    golden = load_file(path)
-    assert not golden["logits_AKV"].numel() and not golden["draft_ids_V"].numel()
-    save_file({n: t for n, t in golden.items() if n not in ("logits_AKV", "draft_ids_V")}, path)
-    folder.reseal()
-    assert verify(folder)
-
-
+@pytest.mark.corners
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("name", "becomes", "said"),

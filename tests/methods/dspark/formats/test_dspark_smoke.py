@@ -18,7 +18,7 @@ from longtrain.methods.dspark.formats.smoke import TOKENS
 from longtrain.targets.step import OutputRequest
 
 
-def learn(module, config, target, *, steps=100):
+def learn(module, config, target, *, steps=80):
     """Fit all of a draft to the target on the very text that it will be tried on: seconds of Adam."""
     ids = heldout_tokens(target, TOKENS)
     pos = torch.arange(len(ids))

@@ -50,6 +50,7 @@ def old(export):
     return module.state_dict(), keys
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "fields",

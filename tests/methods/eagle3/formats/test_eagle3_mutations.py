@@ -107,6 +107,7 @@ MUTATIONS = {
 """What is changed, and what must be said of it when neither checksums nor keys tell."""
 
 
+@pytest.mark.corners
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_is_found_though_checksums_and_keys_were_made_to_fit(export, form, name):

@@ -13,9 +13,9 @@ from longtrain.files import write_files
 from longtrain.methods.draft_checks import heldout_tokens
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
-from longtrain.methods.eagle3.formats.golden import rotary_of
 from longtrain.methods.eagle3.formats.smoke import DEPTHS, TOKENS
 from longtrain.methods.eagle3.recursion import recursion
+from longtrain.methods.rope import rotary_of
 from longtrain.targets.step import OutputRequest
 
 
