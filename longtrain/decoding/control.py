@@ -79,10 +79,11 @@ def cheapest_first(shape: TreeShape) -> tuple[int, bool, int, Widths]:
 
 
 class _Chosen(NamedTuple):
-    """A chosen cycle: seconds that it may lose, and the kind of its time."""
+    """A chosen cycle: seconds that it may lose, the kind of its time, and the pause of the draft."""
 
     risk_s: float
     kind: Hashable
+    paused: bool
 
 
 class Control:
@@ -225,7 +226,7 @@ class Control:
         self._plain_run = 0 if best or pauses else self._plain_run + 1  # the first ones after it are timed
         self._in_vain = max(0, self._in_vain - 1) if best else self._in_vain + 1
         risk_s = max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0
-        self._sent.append(_Chosen(risk_s, self._kind(paused=self.paused)))
+        self._sent.append(_Chosen(risk_s, self._kind(paused=self.paused), self.paused))
         return self.shapes[best]
 
     def learn(
@@ -235,24 +236,22 @@ class Control:
         *,
         length: int,
         seconds: float | None = None,
-        paused: bool = False,
         restart_s: float | None = None,
     ) -> None:
-        """Add the results of a cycle.
+        """Add the results of the cycle that was chosen first of those whose results have not arrived.
 
         Args:
             shape: shape of the drafted tree.
             accepted: number of accepted drafts of each unfinished sequence.
             length: tokens of the longest sequence.
             seconds: its time; None: not measured.
-            paused: True if the draft was left out of it.
             restart_s: seconds of the draft's restart before it; None: there was none.
         """
         if not self.free:
             return
         if accepted:
             self.acceptance.learn(shape, accepted)
-        kind = self._sent.popleft().kind if self._sent else self._kind(paused=paused)
+        _, kind, paused = self._sent.popleft()
         if seconds is not None:
             self.costs.learn(kind, shape, length, seconds)
             if self._octave == octave_of(length) and kind == self._kind(paused=paused):

@@ -247,11 +247,10 @@ class TokenTransfer:
 
 
 class _Sent(NamedTuple):
-    """A cycle whose tokens have not arrived: its shape and time, and the pause of the draft."""
+    """A cycle whose tokens have not arrived: its shape, and times of it and of a restart before it."""
 
     shape: TreeShape
     stopwatch: Stopwatch | None
-    paused: bool
     restart: Stopwatch | None
 
 
@@ -291,9 +290,7 @@ def run_cycles(
             seconds, restart_s = (
                 watch.seconds() if watch else None for watch in (one.stopwatch, one.restart)
             )
-            control.learn(
-                one.shape, accepted, length=length, seconds=seconds, paused=one.paused, restart_s=restart_s
-            )
+            control.learn(one.shape, accepted, length=length, seconds=seconds, restart_s=restart_s)
             texts.close(out.take(emitted, one.shape))
 
     def restart_with_all() -> None:
@@ -310,7 +307,7 @@ def run_cycles(
                 break
             news_BX, stopwatch = cycles.run(shape, timed=control.times, drafts=not control.paused)
             transfer.send(news_BX)
-            sent.append(_Sent(shape, stopwatch, control.paused, restarted))
+            sent.append(_Sent(shape, stopwatch, restarted))
             used[shape] += 1
         take_in(rest=used.total() == most - 1)
     return used

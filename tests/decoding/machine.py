@@ -63,7 +63,7 @@ class Machine:
         self.tokens += 1 + count
         self.seconds += seconds + (restart_s or 0.0)
         self.depths.append(shape.depth)
-        self._sent.append((shape, count, {"seconds": seconds, "paused": paused, "restart_s": restart_s}))
+        self._sent.append((shape, count, {"seconds": seconds, "restart_s": restart_s}))
 
     def hear(self, *, length: int, late: int = 1) -> None:
         """Tell the controller of all cycles but the last `late`."""

@@ -679,9 +679,14 @@ def test_cycles_without_the_draft_lose_nothing():
         assert control.choose(length=9, left=60) == plain and not control.paused
         control.learn(plain, [0], length=9, seconds=seconds)
     before_s = costs.budget.lost_s
+    control.paused = True
     for _ in range(40):
-        control.learn(plain, [0], length=9, seconds=1.5, paused=True)
+        assert control.choose(length=9, left=1) == plain and control.paused
+        control.learn(plain, [0], length=9, seconds=1.5)
     assert costs.budget.lost_s == control.budget.lost_s == before_s == 0.0
     assert costs.budget.plain_total_s == 41.0  # all but the first, before which no time was known
-    control.learn(TreeShape((1,)), [0], length=9, seconds=3.0)
+    chosen = []
+    while TreeShape((1,)) not in chosen and len(chosen) < 100:
+        chosen.append(control.choose(length=9, left=1000))
+        control.learn(chosen[-1], [0], length=9, seconds=3.0 if chosen[-1].depth else 1.5)
     assert costs.budget.lost_s > 0.0

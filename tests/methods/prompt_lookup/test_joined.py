@@ -232,6 +232,7 @@ def test_every_shape_that_auto_may_choose(target, prompts, name, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(Control, "choose", in_turns)
+    monkeypatch.setattr(Control, "learn", lambda *of, **about: None)
     options = {"max_new_tokens": 48, "ignore_eos": True}
     plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
     out = Engine(target, parts).generate(prompts, shape=AUTO, **options)
@@ -278,6 +279,7 @@ def test_look_up_alone_goes_on_where_its_draft_is_given_up(capture, tapes, monke
         return next(one for one in control.shapes if one.copied == copied and not one.widths)
 
     monkeypatch.setattr(Control, "choose", choose)
+    monkeypatch.setattr(Control, "learn", lambda *of, **about: None)
     made = Engine(target, Parts(draft=draft), capture=capture).generate(prompt, shape=AUTO, **how)
     assert made.tokens == [text]
     assert len(starts) == 2 and starts[0] == prompt[0]
