@@ -7,6 +7,7 @@ SUITES = {
     "importance": "benchmarks.importance_kernels",
     "kernels": "benchmarks.decoding_attention",
     "linears": "benchmarks.linears",
+    "node_choice": "benchmarks.node_choice",
     "quantise": "benchmarks.quantise",
     "quantspec": "benchmarks.speculation",
     "roofline": "benchmarks.roofline",

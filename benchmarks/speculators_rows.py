@@ -70,7 +70,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=2, help="steps of a row; the last one counts")
     parser.add_argument(
-        "--their-loss", choices=("fused", "eager"), default="fused", help="loss of speculators"
+        "--their-loss",
+        choices=("fused", "eager"),
+        default="fused",
+        help="loss of speculators: its kernels, which torch 2.11 refuses to compile, or plain torch",
     )
     return parser.parse_args()
 

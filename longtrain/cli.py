@@ -309,12 +309,7 @@ def _unknown_flag(word: str) -> NoReturn:
 
 
 def _unknown_word(word: str, first: str) -> NoReturn:
-    """Exit with 2 and say how to correct a word that is neither a job in first place nor KEY=VALUE.
-
-    Args:
-        word: as typed.
-        first: the command's first word.
-    """
+    """Exit with 2 and say how to correct a word that is neither a job in first place nor KEY=VALUE."""
     from longtrain.prompt.explain import near
 
     known = [*JOBS, "recipes", "config", "completion"]

@@ -145,11 +145,7 @@ def finish_replacement(folder: Path, *, wait: bool = False) -> None:
 
 
 def _place(folder: Path) -> Path:
-    """Return the real path of a folder that may not exist yet, with links and `..` resolved.
-
-    Raises:
-        LongtrainError: it is a link into a folder that does not exist.
-    """
+    """Return the real path of a folder that may not exist yet, with links and `..` resolved."""
     place = Path(os.path.realpath(folder))
     if not place.name:
         raise LongtrainError(f"cannot write {folder}: it is the root of the file system; choose another")

@@ -22,11 +22,6 @@ STARTS = "start_"
 setting existed lacks it, and is read all the same."""
 
 
-def with_new_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one mapping of a stored file with its own keys renamed; what is nested in it stays."""
-    return {STORED.get(key, key): value for key, value in values.items()}
-
-
 def with_new_names(values: Any) -> Any:
     """Return values of a stored file with former names replaced; of a dotted key the last part counts."""
     if isinstance(values, Mapping):

@@ -122,11 +122,7 @@ def read_journal(path: Path, *, advice: str, start: int = 0) -> Iterator[tuple[i
 
 
 def _values(line: bytes) -> dict[str, Any]:
-    """Parse a line and verify its checksum.
-
-    Raises:
-        ValueError: the line has no checksum or a wrong one, or is not a JSON object.
-    """
+    """Parse a line and verify its checksum."""
     found = _CHECKSUM.search(line)
     if found is None:
         raise ValueError("its checksum is missing, so it was changed since it was written")

@@ -79,11 +79,7 @@ def read_pickled_tensors(path: Path, *, mmap: bool = False) -> dict[str, Tensor]
 
 
 def _compare(path: Path) -> None:
-    """Verify the CRC of every part of an archive.
-
-    Raises:
-        ValueError: a CRC differs, or a part is compressed, which torch never does.
-    """
+    """Verify the CRC of every part of an archive."""
     with zipfile.ZipFile(path) as archive:
         if packed := [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]:
             raise ValueError(f"part {packed[0]} is compressed")

@@ -258,7 +258,9 @@ def _mark_beyond_corners(items: list[pytest.Item]) -> None:
 
 def _values(item: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
     """What stands for the values of a test: one of each `parametrize` and of each fixture with parameters."""
-    params: dict[str, object] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    if not hasattr(item, "callspec"):
+        raise pytest.UsageError(f"{item.nodeid} has no parameters, of which `corners` could leave any out")
+    params: dict[str, object] = dict(item.callspec.params)
     marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
     groups = [
         [name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in marks

@@ -289,11 +289,7 @@ def _experts(target: Target, batch: int, shape: TreeShape) -> Row:
 
 
 def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:
-    """Return evenly spread excerpts of a text.
-
-    Raises:
-        DataError: there is too little text for this length.
-    """
+    """Return evenly spread excerpts of a text."""
     if len(ids) < length:
         raise DataError(f"held-out text has {len(ids)} tokens; lengths={length} asks for more")
     step = (len(ids) - length) // max(1, batch - 1) if batch > 1 else 0

@@ -142,11 +142,7 @@ class ArenaCache(KVCache):
         self._high += rows
 
     def _make_room(self, rows: int) -> None:
-        """Drop entries before the windows if a step of so many tokens would not fit.
-
-        Raises:
-            ConfigError: they do not fit then either.
-        """
+        """Drop entries before the windows if a step of so many tokens would not fit."""
         store = self.store
         if not isinstance(store, WindowCache) or not store.overflows(self._high, rows):
             return

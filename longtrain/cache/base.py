@@ -87,7 +87,11 @@ class KVCache(ABC):
 
     @abstractmethod
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail entries 0..T-1 of a layer, overwriting any earlier tail. K is post-RoPE."""
+        """Store tail entries 0..T-1 of a layer, overwriting any earlier tail. K is post-RoPE.
+
+        Raises:
+            ConfigError: the entries do not fit.
+        """
 
     @abstractmethod
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -134,6 +138,9 @@ class KVCache(ABC):
         """Buffer positions of a layer's `rows` tail entries, for a caller that stores them itself.
 
         None: entries must be stored with `write`.
+
+        Raises:
+            ConfigError: the entries do not fit.
         """
         return None
 

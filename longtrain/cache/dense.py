@@ -105,11 +105,7 @@ class DenseCache(KVCache):
         return self.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail entries of a layer after the committed ones, overwriting any earlier tail.
-
-        Raises:
-            ConfigError: the entries do not fit in the cache.
-        """
+        """Store tail entries of a layer after the committed ones, overwriting any earlier tail."""
         T = k_BGTD.shape[2]
         self._tail = T
         self._tighten(T)

@@ -151,11 +151,7 @@ class ElasticCache(SelectedCache):
         self._budget = budget
 
     def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
-        """See `SelectedCache`.
-
-        Raises:
-            ConfigError: see `reserve`.
-        """
+        """See `SelectedCache`; raises as `reserve` does, too."""
         self.reserve(budget, within_layers=table_LG is None or ask is not None)
         super().begin(budget, table_LG=table_LG)
         assert self.entry_sets is not None and self._table_LG is not None
@@ -302,11 +298,7 @@ class ElasticCache(SelectedCache):
         self._high += rows
 
     def _make_room(self, tail: int) -> None:
-        """Ensure room before a step; reads exact lengths only if the host's bound would offload a layer.
-
-        Raises:
-            ConfigError: the entries do not fit.
-        """
+        """Ensure room before a step; reads exact lengths only if the host's bound would offload a layer."""
         rows = self._high + tail
         if rows > self.capacity or self._rows.most_resident(rows) < len(self._rows.resident):
             self._high = int(self.len_B.max()) if self._high else 0

@@ -70,11 +70,7 @@ class EvictedCache(KVCache):
         self._start_B = self.len_B - tail.len_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store tail entries of a layer, overwriting any earlier tail.
-
-        Raises:
-            ConfigError: they do not fit in the room that `compact` was given.
-        """
+        """See `KVCache`; the tail is put into the room that `compact` was given."""
         self.tail.write(layer, k_BGTD, v_BGTD)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:

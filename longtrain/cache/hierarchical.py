@@ -139,11 +139,7 @@ class HierarchicalCache(KVCache):
             self._prompt_B = n_B
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Store entries of a layer: committed ones of a prompt if the cache is empty, else the tail.
-
-        Raises:
-            ConfigError: the entries do not fit.
-        """
+        """Store entries of a layer: committed ones of a prompt if the cache is empty, else the tail."""
         if self._empty:
             self._read(layer, k_BGTD, v_BGTD)
         else:
@@ -151,11 +147,7 @@ class HierarchicalCache(KVCache):
             self.put(layer, k_BGTD, v_BGTD, at=0)
 
     def tail_slots(self, layer: int, rows: int) -> Slots | None:
-        """See `KVCache`; a prompt's entries must be stored with `write`.
-
-        Raises:
-            ConfigError: the entries do not fit.
-        """
+        """See `KVCache`; a prompt's entries must be stored with `write`."""
         if self._empty:
             return None
         self._check_room(rows)

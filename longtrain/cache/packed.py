@@ -74,11 +74,7 @@ class PackedCapture(KVCache):
         return by_sequence(out_THD, 1)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
-        """Refused: a packed sequence has no prefix.
-
-        Raises:
-            ConflictError: always.
-        """
+        """Refused: a packed sequence has no prefix (ConflictError)."""
         raise ConflictError(
             "a packed sequence is one forward and has no prefix to commit to; use a DenseCache to decode"
         )

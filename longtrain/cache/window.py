@@ -101,11 +101,7 @@ class WindowCache(DenseCache):
         self._large = both[0], both[1]
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Refused: entries before the window are not stored.
-
-        Raises:
-            ConflictError: always.
-        """
+        """Refused: entries before the window are not stored (ConflictError)."""
         raise ConflictError(
             f"layer {layer} of this cache has a sliding window, and entries before it are not stored; read a "
             "layer that sees the whole text"

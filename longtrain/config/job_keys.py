@@ -75,13 +75,11 @@ class EvalKeys:
 
 
 @dataclass(frozen=True)
-class PrepareKeys:
-    """The keys that only `prepare` has."""
+class AnsweredInParts:
+    """The keys of jobs whose answers several commands may write, each a part of them."""
 
-    show: int | None = 0
     shards: Count = 1
     shard: Any = None
-    rows: Text | None = None
 
     def part(self) -> int | None:
         """The requested part of the answers to generate, or None for all of them.
@@ -93,7 +91,15 @@ class PrepareKeys:
 
 
 @dataclass(frozen=True)
-class AnswersKeys:
+class PrepareKeys(AnsweredInParts):
+    """The keys that only `prepare` has."""
+
+    show: int | None = 0
+    rows: Text | None = None
+
+
+@dataclass(frozen=True)
+class AnswersKeys(AnsweredInParts):
     """The keys that only `answers` has."""
 
     document_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] = (512, 8192)
@@ -108,16 +114,6 @@ class AnswersKeys:
     batch: Count = 256
     batch_tokens: Count | None = None
     prompts: Count | None = None
-    shards: Count = 1
-    shard: Any = None
-
-    def part(self) -> int | None:
-        """The requested part of the prompts, or None for all of them.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
-        return part_of(self.shard, self.shards, "or null (all)")
 
 
 @dataclass(frozen=True)

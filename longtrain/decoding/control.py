@@ -79,11 +79,10 @@ def cheapest_first(shape: TreeShape) -> tuple[int, bool, int, Widths]:
 
 
 class _Chosen(NamedTuple):
-    """A chosen cycle: seconds that it may lose, the kind of its time, and the pause of the draft."""
+    """A chosen cycle: seconds that it may lose, and the kind of its time."""
 
     risk_s: float
     kind: Hashable
-    paused: bool
 
 
 class Control:
@@ -96,8 +95,8 @@ class Control:
     A draft costs time in plain cycles too, since it processes every new token. So it is paused, that is left
     out of plain cycles, where this costs more than the call can afford, or, once, after `STARTED` more plain
     cycles than others without knowing what it costs. A paused draft that can start from a text alone is
-    restarted for its next trial; of any other only look-up joined to it may return in this call. A call
-    begins with the draft paused where its start would not pay (`starts`).
+    restarted for its next trial; any other is left out for the rest of the call, and only look-up joined to
+    it may return.
 
     Args:
         shapes: smallest first; the first one is plain decoding.
@@ -123,6 +122,8 @@ class Control:
         self._growth_of = growth
         self._growth: list[float] = []  # of each shape's verification, in this octave of lengths
         self.costs, self.kind, self.restarts = costs, kind, restarts
+        # kinds of times, by who hears of a cycle's tokens too: nobody; the draft, or look-up alone
+        self._alone, self._heard = (kind, "alone"), kind
         self.budget, past = costs.past(kind)
         self.acceptance = Acceptance(past)
         self._sent = deque[_Chosen]()  # the cycles whose results have not arrived
@@ -130,7 +131,6 @@ class Control:
         """True if the draft is left out of the cycle that was chosen last."""
         self._known: list[float | None] = []  # seconds of each shape; the first: plain, the draft not paused
         self._alone_s: float | None = None  # seconds of a plain cycle with the draft paused
-        self._drafts = True  # False: with look-up alone
         self._offer(shapes)
         self._plain_run = 0  # plain cycles in a row, or since the draft was paused
         self._in_vain = 0  # plain cycles with the draft not paused, less those that drafted
@@ -152,27 +152,23 @@ class Control:
         """
         return self.free and (not self.paused or self._plain_run % MEMORY <= TIMES)
 
-    def starts(self, prompt_tokens: int, *, length: int, planned: int) -> bool:
-        """True if the draft's start with the prompts promises to pay in this call, by the times and the
-        acceptance of earlier ones, and can be afforded; True as long as its time is not known. It is
-        compared with look-up alone, where that needs no start. In the first call of a kind, only what all
-        calls have left unspent counts.
+    def begin(self, prompt_tokens: int, *, length: int, planned: int, hopeless: bool = False) -> bool:
+        """Pause the draft from the start where that would not pay (`_start_pays`), or leave it out.
 
         Args:
             prompt_tokens: tokens of all prompts.
             length: tokens of the longest.
             planned: most new tokens of a sequence.
+            hopeless: True leaves it out in any case.
+
+        Returns:
+            False if the draft is left out of the call; look-up alone takes its place unless `paused`.
         """
-        self._planned = planned
-        self._look_up(length)
-        start_s, plain_s = self.costs.start_s(prompt_tokens), self._plain_s
-        if start_s is None:
+        self.paused = not self._start_pays(prompt_tokens, length, planned)
+        if not hopeless and (self.restarts or not self.paused):
             return True
-        self._restart_s = self._start_s = start_s
-        if plain_s is None:  # what such a call may bring in is not known
-            return self.costs.budget.affords(start_s)
-        best = self._best(planned, plain_s, start_s)
-        return best > 0 and (self.restarts or bool(self.shapes[best].widths))  # look-up alone needs no draft
+        self.paused = not self.leave_out()
+        return False
 
     def leave_out(self) -> bool:
         """Leave a draft that cannot be restarted out of the rest of the call.
@@ -184,7 +180,7 @@ class Control:
         self._restart_s = None
         self.restarts = len(alone) > 1
         if self.restarts:
-            self._drafts = False
+            self._heard = self.kind, "look-up"
             self._offer(alone)
         return self.restarts
 
@@ -226,7 +222,7 @@ class Control:
         self._plain_run = 0 if best or pauses else self._plain_run + 1  # the first ones after it are timed
         self._in_vain = max(0, self._in_vain - 1) if best else self._in_vain + 1
         risk_s = max(0.0, self._seconds(best, plain_s) - plain_s) if best and plain_s else 0.0
-        self._sent.append(_Chosen(risk_s, self._kind(paused=self.paused), self.paused))
+        self._sent.append(_Chosen(risk_s, self._alone if self.paused else self._heard))
         return self.shapes[best]
 
     def learn(
@@ -251,12 +247,12 @@ class Control:
             return
         if accepted:
             self.acceptance.learn(shape, accepted)
-        _, kind, paused = self._sent.popleft()
+        kind = self._sent.popleft().kind
         if seconds is not None:
             self.costs.learn(kind, shape, length, seconds)
-            if self._octave == octave_of(length) and kind == self._kind(paused=paused):
+            if self._octave == octave_of(length) and kind in (self._alone, self._heard):
                 cost = self.costs.of(kind, shape, length)
-                if paused:
+                if kind == self._alone:
                     self._alone_s = cost
                 else:
                     self._known[self.shapes.index(shape)] = self._known_s(shape, length)
@@ -267,7 +263,25 @@ class Control:
             self.budget.lose(restart_s)
         if (plain_s := self._plain_s) is not None:
             # without the draft a cycle is plain decoding, which loses nothing, however long it took
-            self.budget.add(tokens, None if paused else seconds, plain_s, start_s=self._start_s)
+            seconds = None if kind == self._alone else seconds
+            self.budget.add(tokens, seconds, plain_s, start_s=self._start_s)
+
+    def _start_pays(self, prompt_tokens: int, length: int, planned: int) -> bool:
+        """True if the draft's start with the prompts promises to pay in this call, by the times and the
+        acceptance of earlier ones, and can be afforded; True as long as its time is not known. It is
+        compared with look-up alone, where that needs no start. In the first call of a kind, only what all
+        calls have left unspent counts.
+        """
+        self._planned = planned
+        self._look_up(length)
+        start_s, plain_s = self.costs.start_s(prompt_tokens), self._plain_s
+        if start_s is None:
+            return True
+        self._restart_s = self._start_s = start_s
+        if plain_s is None:  # what such a call may bring in is not known
+            return self.costs.budget.affords(start_s)
+        best = self._best(planned, plain_s, start_s)
+        return best > 0 and (self.restarts or bool(self.shapes[best].widths))  # look-up alone needs no draft
 
     @property
     def _plain_s(self) -> float | None:
@@ -325,17 +339,13 @@ class Control:
         octave = octave_of(length)
         if self._octave != octave:
             self._known = [self._known_s(shape, length) for shape in self.shapes]
-            self._alone_s = self.costs.of(self._kind(paused=True), self.shapes[0], length)
+            self._alone_s = self.costs.of(self._alone, self.shapes[0], length)
             self._growth = [self._growth_of(shape.n_nodes, length) for shape in self.shapes]
             self._octave = octave
 
-    def _kind(self, *, paused: bool) -> Hashable:
-        """What a cycle's time depends on beside shape and length: the drafts that hear of its tokens too."""
-        return (self.kind, "alone") if paused else self.kind if self._drafts else (self.kind, "look-up")
-
     def _known_s(self, shape: TreeShape, length: int) -> float | None:
         """Measured seconds of a shape; of look-up alone until then those beside the draft, which are more."""
-        own = self.costs.of(self._kind(paused=False), shape, length)
+        own = self.costs.of(self._heard, shape, length)
         return self.costs.of(self.kind, shape, length) if own is None and shape.depth else own
 
     def _seconds(self, i: int, plain_s: float) -> float:

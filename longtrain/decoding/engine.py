@@ -189,9 +189,8 @@ class Engine:
         restarts = bool(getattr(draft, "begins_anew", False))
         control = Control(shapes, self.costs, kind, restarts=restarts, growth=growth)
         if draft and control.free:
-            control.paused = not control.starts(read_tokens, length=before, planned=max_new_tokens)
-            if hopeless or (control.paused and not restarts):  # it would have to start now
-                control.paused = not control.leave_out()
+            stays = control.begin(read_tokens, length=before, planned=max_new_tokens, hopeless=hopeless)
+            if not stays:
                 draft = None if control.paused else getattr(draft, "alone", None)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
@@ -291,11 +290,7 @@ class Engine:
         return self.target.new_cache(batch, max_tokens, max_nodes)
 
     def _shapes(self, asked: TreeShape | ShapeChoice | None, sampling: Sampling) -> tuple[TreeShape, ...]:
-        """The shapes that cycles may have, smallest first.
-
-        Raises:
-            ConfigError: a shape that cannot be drafted.
-        """
+        """The shapes that cycles may have, smallest first."""
         draft = self.parts.draft
         if isinstance(asked, ShapeChoice):
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
@@ -315,11 +310,7 @@ class Engine:
     def _static_buffers(
         self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int
     ) -> CaptureBuffers | None:
-        """The static buffers for captured cycles; None: the host launches every operator.
-
-        Raises:
-            ConflictError: `capture=True`, and evictor, draft, selector, target or shape do not support it.
-        """
+        """The static buffers for captured cycles; None: the host launches every operator."""
         auto = self.capture == "auto"
         if not self.capture or (auto and (max_new_tokens < _WORTH or not gains(self.target))):
             return None
@@ -344,11 +335,7 @@ class Engine:
         return None if reason else self._kept
 
     def _usable(self, buffers: CaptureBuffers | None, cache: KVCache) -> CaptureBuffers | None:
-        """The static buffers, if this cache can be decoded from them, else None.
-
-        Raises:
-            ConflictError: `capture=True`, and the cache does not support it.
-        """
+        """The static buffers, if this cache can be decoded from them, else None."""
         if buffers is None or can_capture(cache):
             return buffers
         if self.capture != "auto":

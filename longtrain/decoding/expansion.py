@@ -247,11 +247,18 @@ def check_chain(shape: TreeShape, who: str) -> None:
         )
 
 
-def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
+def check_tree(shape: TreeShape, vocab_size: int, who: str, window: int = 0) -> None:
     """Refuse a shape that `TreeExpansion` cannot expand.
 
+    Args:
+        shape: shape of the tree, copied nodes included.
+        vocab_size: number of tokens that the draft can propose.
+        who: name of the draft, for messages.
+        window: tokens that the draft stores, more than the tree's depth; 0: no limit.
+
     Raises:
-        ConfigError: children drawn without replacement, or a level wider than all continuations together.
+        ConfigError: children drawn without replacement, a level wider than all continuations together, or
+            a tree too deep for the window.
     """
     if shape.children is ChildChoice.NO_REPLACE:
         raise ConfigError(f"{who} drafts by decode.children=point (beam) or iid (sampled), not no_replace")
@@ -270,6 +277,11 @@ def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
                 f"tokens allows {above * vocab_size} there; narrow decode.shape, or in decode.menu that shape"
             )
         above = width
+    if window and shape.depth >= window:
+        raise ConfigError(
+            f"a tree of depth {shape.depth} does not fit a window of {window}; "
+            f"allowed: up to {window - 1} levels"
+        )
 
 
 def _draws(q_BMV: Tensor, width: int, pos_B: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:

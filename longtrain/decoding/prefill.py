@@ -144,11 +144,7 @@ def pad(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, T
 
 
 def _check_evictor(evictor: Evictor, target: Target) -> None:
-    """Refuse a target whose layers all have a window, or another scale than most evictors' scores.
-
-    Raises:
-        TargetMismatchError: see above.
-    """
+    """Refuse a target whose layers all have a window, or another scale than most evictors' scores."""
     info = target.info
     if not info.full_layers:
         info.require_full_layers(f"eviction ({evictor.name})")

@@ -196,7 +196,11 @@ class Draft(Protocol):
         """Called after prefill: `tokens_BS[b, :n_B[b]]` are committed in the cache."""
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Draft a tree below the root, whose position is `cache.len_B`."""
+        """Draft a tree below the root, whose position is `cache.len_B`.
+
+        Raises:
+            ConfigError: a shape or a distribution that the draft does not support.
+        """
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Called after the target's step and the cache's commit with the `verdict.n_B` accepted nodes."""

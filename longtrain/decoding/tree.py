@@ -51,8 +51,8 @@ class BestNodes:
     def tree(self, root_B: Tensor, levels: Sequence[tuple[Tensor, Tensor, Tensor]]) -> TokenTree:
         """The best candidates as a tree, in level order.
 
-        A node is never more probable than its parent, and ties go to the earlier candidate: so the parents
-        of all selected candidates are selected too.
+        A node's score is never above its parent's, also where they are rounded (`kernels.beam`), and ties go
+        to the earlier candidate: so the parents of all selected candidates are selected too.
 
         Args:
             root_B: the root's token.

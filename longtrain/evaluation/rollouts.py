@@ -237,12 +237,6 @@ def _rows(sequences: int) -> int:
 class _StepTable:
     """Metrics of each position, filled step by step on the device; the last column collects invalid
     positions.
-
-    Args:
-        ids_BN: the sequences.
-        rng_B: keys of their random numbers.
-        prompt_B: lengths of their prompts.
-        sampling: how they were sampled.
     """
 
     def __init__(self, ids_BN: Tensor, rng_B: Tensor, prompt_B: Tensor, sampling: Sampling) -> None:
@@ -285,11 +279,7 @@ class _StepTable:
 
 
 def _tokens_of(file: Path) -> list[int]:
-    """Read the token ids of a cached sequence.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read the token ids of a cached sequence."""
     try:
         tokens = read_json(file)["tokens"]
         if tokens and all(type(one) is int for one in tokens):

@@ -256,13 +256,7 @@ class EngineStates(FeatureFiles):
         return ids_T.long(), names
 
     def _check_values(self, file: Path, tensors: dict[str, Tensor], states_TLE: Tensor) -> None:
-        """Refuse values that are not finite, and layers that are shown to be others.
-
-        Args:
-            file: the file's path.
-            tensors: its tensors, as they are stored.
-            states_TLE: its states, with the scales applied.
-        """
+        """Refuse values (with the scales applied) that are not finite, and layers shown to be others."""
         target, ids_T, last_TE = self.target, tensors[IDS], states_TLE[:, -1]
         read_TLE = states_TLE[:, sorted({*self._column.values(), states_TLE.shape[1] - 1})]
         odd_T = ~read_TLE.isfinite().flatten(1).all(1) | ~read_TLE.any(-1).all(1)

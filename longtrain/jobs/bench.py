@@ -89,22 +89,14 @@ def context_of(cfg: RunConfig) -> Context:
 
 
 def _one_artifact(names: Sequence[str]) -> str | None:
-    """The artifact to measure, or None if none is named.
-
-    Raises:
-        ConfigError: several artifacts are named.
-    """
+    """The artifact to measure, or None if none is named."""
     if len(names) > 1:
         raise ConfigError(f"artifact=[{','.join(names)}]; bench measures one of them at a time")
     return names[0] if names else None
 
 
 def _target_shape(asked: TargetConfig) -> str | dict[str, Any] | None:
-    """The shape of the target: the name of a published shape, or the keys of its config.json.
-
-    Raises:
-        ConfigError: neither is available.
-    """
+    """The shape of the target: the name of a published shape, or the keys of its config.json."""
     from longtrain.costs.model import Sizes
     from longtrain.jobs.planning.target_shape import config_file, target_shape
     from longtrain.targets.shapes import SHAPES

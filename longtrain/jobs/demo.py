@@ -68,11 +68,7 @@ def run(cfg: RunConfig) -> None:
 
 
 def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Parts, dict[str, Parts]]:
-    """The draft, and the evictors: that of an artifact, if any, and SnapKV.
-
-    Raises:
-        ConfigError: no artifact has a draft.
-    """
+    """The draft, and the evictors: that of an artifact, if any, and SnapKV."""
     from longtrain.decoding.evict import Budget
     from longtrain.decoding.roles import Parts
     from longtrain.methods import policies
@@ -96,11 +92,7 @@ def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Part
 def _side_by_side(
     screen: DemoScreen, target: Target, draft: Parts, ids: list[int], count: int
 ) -> tuple[Generation, Generation]:
-    """Decode plainly and with the draft, displaying both outputs while they are generated.
-
-    Raises:
-        LongtrainError: the two texts differ.
-    """
+    """Decode plainly and with the draft, displaying both outputs while they are generated."""
     with screen.growing("plain decoding", "speculative decoding") as columns:
         plain, drafted = (
             _generate(target, parts, ids, count, stream=column.take)

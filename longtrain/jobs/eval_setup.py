@@ -129,11 +129,7 @@ def named_systems(artifacts: Sequence[str], method: MethodChoice | None) -> list
 def _choosing(
     entries: Sequence[Entry], chosen: Mapping[str, Any], artifacts: Mapping[str, Artifact]
 ) -> list[Entry]:
-    """Apply the keys of `select` to the entries with a selector.
-
-    Raises:
-        ConfigError: no entry has a selector.
-    """
+    """Apply the keys of `select` to the entries with a selector."""
     from longtrain import methods
 
     def chooses(entry: Entry) -> bool:

@@ -204,11 +204,7 @@ def _write(
 
 
 def _refuse_unverified(cfg: RunConfig, artifacts: Sequence[Artifact]) -> None:
-    """Raise if a written artifact failed a comparison; with `unverified=true`, warn instead.
-
-    Raises:
-        ArtifactError: a comparison failed; the message has its numbers and how to investigate.
-    """
+    """Raise if a written artifact failed a comparison; with `unverified=true`, warn instead."""
     if failed := [artifact for artifact in artifacts if not artifact.verified]:
         first = failed[0]
         where = ", ".join(str(artifact.folder) for artifact in failed)
@@ -226,9 +222,6 @@ def _unfinished(cfg: RunConfig, saved: Saved, trained: Path) -> str:
 
     A run ends at its last step, or earlier if a callback stopped it, in which case a summary of that step
     exists.
-
-    Raises:
-        ConfigError: the run was interrupted, and `unfinished=true` is not passed.
     """
     planned = saved.facts.get("trainer.max_steps")
     if not isinstance(planned, int) or saved.step >= planned:
@@ -266,11 +259,7 @@ def _settings(trained: Path, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
-    """Parse the method's own fields of a stored `method` group.
-
-    Raises:
-        ArtifactError: a field is unknown, or its value is not allowed.
-    """
+    """Parse the method's own fields of a stored `method` group."""
     values = methods.without_gone({key: value for key, value in values.items() if key != "name"})
     unknown = sorted({*values} - {field.name for field in dataclasses.fields(spec.config)})
     if unknown:

@@ -119,11 +119,7 @@ def _experts(size: Sizes) -> list[str]:
 
 
 def _decoding(plan: RunPlan) -> list[str]:
-    """Tables of plain decoding and, if the method's cycle cost is known, of the method's cycles.
-
-    Raises:
-        ConfigError: a key has a wrong value, or the method does not serve the target.
-    """
+    """Tables of plain decoding and, if the method's cycle cost is known, of the method's cycles."""
     cfg, gpu, batch = plan.cfg, plan.gpu, plan.cfg.plan.batch
     acceptance, contexts = cfg.plan.acceptance, sorted(set(cfg.plan.contexts))
     within = [context for context in contexts if context <= plan.info.max_positions]
@@ -214,10 +210,6 @@ def _elastic(plan: RunPlan, served: Served, steps: list[dict[str, Any]]) -> list
         plan: the run's plan.
         served: the target on a GPU.
         steps: table lines of steps with a selector and all entries on the device; empty: no selector.
-
-    Raises:
-        ConfigError: another cache, a wrong option, a method whose steps with it cannot be estimated, or a cap
-            that the chosen entries alone exceed.
     """
     if (wanted := named("cache", plan.cfg.cache, "plan")) is None:
         return []
@@ -273,11 +265,7 @@ def _chain(shape: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def _training(plan: RunPlan) -> tuple[list[str], dict[str, Any]]:
-    """Lines on training (memory, a table of the stages, what fits, disk space), and the same as JSON values.
-
-    Raises:
-        ConfigError: there are no stages, or the ranks, strategy or features are impossible.
-    """
+    """Lines on training (memory, a table of the stages, what fits, disk), and the same as JSON values."""
     cfg, spec, layout = plan.cfg, plan.trained_method, plan.layout
     if not cfg.stages:
         raise ConfigError(NO_STAGES)

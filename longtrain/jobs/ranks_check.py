@@ -133,12 +133,7 @@ def _line(plan: RunPlan, rank: Rank) -> str:
 
 
 def _planned(cfg: RunConfig, rank: Rank) -> RunPlan:
-    """The plan of the run on the ranks that were started.
-
-    Raises:
-        ConfigError: the number of ranks differs from the settings or does not divide them, or the strategy
-            is not supported.
-    """
+    """The plan of the run on the ranks that were started."""
     trainer = cfg.trainer
     per_node, nodes = devices_of(trainer), trainer.num_nodes
     if per_node * nodes != rank.world:
@@ -202,13 +197,7 @@ def _report(cfg: RunConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _files_here(cfg: RunConfig) -> str:
-    """Check that target and prepared data are on this machine; returns a short description of the data.
-
-    Raises:
-        ConfigError: the target is not on this machine or has no tokenizer, or stored features are missing.
-        ArtifactError: a file of the target is missing.
-        DataError: the data are not prepared, or damaged.
-    """
+    """Check that target and prepared data are on this machine; returns a short description of the data."""
     from longtrain.data.packing.prepare import tokenizer_hash
     from longtrain.data.packing.prepared import Prepared
     from longtrain.jobs.features import check_filled
@@ -322,11 +311,7 @@ def host_bytes() -> int | None:
 
 
 def _all_reduce(backend: str, device: torch.device, rank: Rank) -> str:
-    """Time an all-reduce between all ranks: the slowest rank's best of several runs, in words.
-
-    Raises:
-        LongtrainError: a rank got an error or a wrong sum, or did not finish in time.
-    """
+    """Time an all-reduce between all ranks: the slowest rank's best of several runs, in words."""
     took: dict[str, Any] = {"node": provenance.machine_name(), "seconds": None, "error": ""}
 
     def work() -> None:
@@ -354,11 +339,7 @@ def _all_reduce(backend: str, device: torch.device, rank: Rank) -> str:
 
 
 def _refuse_reduced(backend: str, found: Sequence[dict[str, Any]]) -> None:
-    """Raise if the all-reduce failed or did not finish on any rank.
-
-    Raises:
-        LongtrainError: it failed; the message names the lowest such rank.
-    """
+    """Raise if the all-reduce failed or did not finish on any rank."""
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     debug = "; NCCL_DEBUG=INFO shows what it tries" if backend == "nccl" else ""
     for number, one in enumerate(found):

@@ -252,9 +252,6 @@ def check(cfg: RunConfig) -> None:
 def _checked(cfg: RunConfig) -> tuple[MethodChoice, LoopConfig]:
     """The method and the loop settings, with strategy and Lightning arguments instantiated from their
     `_target_`.
-
-    Raises:
-        ConfigError: a group that training reads is wrong, or the method has nothing to train.
     """
     from hydra.utils import instantiate
 

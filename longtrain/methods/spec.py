@@ -147,7 +147,7 @@ class Formats:
         write: (format, tensors, config, target, provenance, the folder's name) -> its files, by their path
             in it; raises ConfigError for what an engine would drop silently.
         verify: (folder, target or None, who trained it or None) -> a line on each thing that was compared;
-            raises ArtifactError with all errors.
+            raises ArtifactError with all errors. Without the target what depends on it is not compared.
         serves: format -> the engines that read it, for messages.
     """
 
@@ -186,7 +186,8 @@ class MethodSpec:
         build: (config, info) -> module with the trainable tensors and nothing else; the default is for
             methods without training.
         objective: (module, target, config) -> Objective; None if nothing is trained.
-        attach: (module, target, config, inference keys) -> Parts for the engine.
+        attach: (module, target, config, inference keys) -> Parts for the engine; raises TargetMismatchError
+            if the module is for another target, ConfigError for a wrong key.
         export: (module, config, folder, provenance) -> None, if the result is not an Artifact (the
             reference target).
         data: (config, keys of `data`, DataRun) -> data module, for a method that makes its own sequences;

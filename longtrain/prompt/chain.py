@@ -103,9 +103,6 @@ def _fitted(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> tuple
 
     Returns:
         Each job with its checked configuration; and lines that report the changes.
-
-    Raises:
-        LongtrainError: errors of `checks.check`.
     """
     lines = following.fit_text(cfg, jobs, words)
     if following.window_takes_minutes(RunConfig.from_hydra(cfg)):
@@ -136,9 +133,6 @@ def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> No
     """Refuse a key added with `+` that no code reads, since Hydra accepts any key there.
 
     Groups parsed as typed settings refuse unknown keys by themselves.
-
-    Raises:
-        ConfigError: an unknown key; the message suggests similar ones.
     """
     from omegaconf import OmegaConf
 
@@ -214,11 +208,7 @@ def _show(cfg: RunConfig, job: str, words: Sequence[str]) -> None:
 
 
 def _interrupted(cfg: RunConfig, job: str, done: list[str]) -> None:
-    """After Ctrl-C, report what a job left and how to continue, and exit with an error code.
-
-    Raises:
-        SystemExit: with code 130.
-    """
+    """After Ctrl-C, report what a job left and how to continue, and exit with an error code."""
     kept = KEPT[job].format(run_dir=cfg.run_dir, home=cfg.home, suite=cfg.suite.name)
     before = f" after {', '.join(done)}, of which all is kept" if done else ""
     sys.stderr.write(f"\nlongtrain: {job} was interrupted{before}; {kept}\n")

@@ -157,13 +157,7 @@ def _read_method(name: str) -> None:
 
 
 def _read(recipe_folder: Path, name: str, suite: str) -> None:
-    """Put a recipe's content into the ConfigStore.
-
-    Args:
-        recipe_folder: its folder.
-        name: the recipe's name.
-        suite: the suite that the command line selects, or empty.
-    """
+    """Put a recipe's content into the ConfigStore."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -226,11 +220,7 @@ def own_folder(words: Sequence[str]) -> Path | None:
 
 
 def _refuse_files(words: Sequence[str]) -> None:
-    """Refuse a recipe given as a path, and name the folder in which recipes are looked up.
-
-    Raises:
-        ConfigError: a word names a file.
-    """
+    """Refuse a recipe given as a path, and name the folder in which recipes are looked up."""
     for word in words:
         key, _, value = word.partition("=")
         file = Path(value.strip("'\""))

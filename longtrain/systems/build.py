@@ -295,11 +295,7 @@ class Builder:
         return given
 
     def _method(self, entry: Entry) -> tuple[Parts, Json, str]:
-        """Return the parts of a method without an artifact, its settings, and its name with changed defaults.
-
-        Raises:
-            ConfigError: no such method or option, or the method needs an artifact.
-        """
+        """Return the parts of a method without an artifact, its settings, and its name with changed ones."""
         assert entry.method is not None
         name, target = entry.method.name, self.target
         spec = methods.get(name)

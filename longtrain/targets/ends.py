@@ -67,19 +67,11 @@ class TargetEnds(Target):
         }
 
     def packed(self, *args: Any, **kwargs: Any) -> PackedStep:
-        """Raise an error: there are no layers.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise an error: there are no layers (ConfigError)."""
         raise self._cannot_run()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: there are no layers.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise an error: there are no layers (ConfigError)."""
         raise self._cannot_run()
 
     def _cannot_run(self) -> ConfigError:

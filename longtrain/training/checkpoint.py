@@ -276,12 +276,7 @@ def _write_about(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """Read `longtrain.json` and verify its own checksum.
-
-    Raises:
-        ValueError: it is damaged, or of another format.
-        OSError: it cannot be read.
-    """
+    """Read `longtrain.json` and verify its own checksum."""
     try:
         about = read_json(path / ABOUT)
     except ValueError as error:

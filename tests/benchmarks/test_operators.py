@@ -1,4 +1,4 @@
-"""The suites of single operators on a CPU, where torch twins serve: `kernels`, `linears` and `quantise`."""
+"""Suites of operators on a CPU, where torch serves: `kernels`, `linears`, `node_choice`, `quantise`."""
 
 from dataclasses import replace
 
@@ -124,3 +124,14 @@ def test_what_does_not_fit_says_so(measured, monkeypatch):
     monkeypatch.setattr("longtrain.cache.room.free_bytes", lambda device: 2**20)
     (row,) = measured("quantise", "suite.lengths=[4k]", "suite.splits=[floor]")
     assert row["failed"].startswith("out of memory: a hierarchical KV cache for 1 sequence")
+
+
+def test_the_choice_of_nodes_stands_beside_torch(measured, capsys):
+    rows = measured("node_choice", "suite.cells=[[2,7,3],[1,1,1]]", "suite.repeats=2")
+    assert [(row["batch"], row["nodes"], row["copied"], row["chosen"]) for row in rows] == [
+        (2, 7, 3, 7), (1, 1, 1, 1),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["same"] and row["speed"] == row["torch_ms"]["median"] / row["both_ms"]["median"]
+        assert all(row[part]["median"] > 0 for part in ("choose_ms", "learn_ms"))
+    assert "| 2 | 7 | 3 | 7 |" in capsys.readouterr().out

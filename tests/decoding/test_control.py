@@ -156,14 +156,6 @@ def test_a_paused_draft_is_restarted_when_the_call_can_afford_it():
     assert set(machine.run(0.99, 400).depths[-400:]) == {0}  # to the end of the call
 
 
-def test_a_draft_that_cannot_restart_is_not_followed_in_vain():
-    """What following it costs in plain cycles is not known before one without it was timed."""
-    control = Control(SHAPES, Costs(), restarts=False)
-    machine = ChainMachine(control, 2.1, 5.1, heard_s=0.5)
-    machine.run(0.0, 400, planned=512)
-    assert control.paused and machine.tokens * 5.1 / machine.seconds > 0.97
-
-
 def test_what_a_draft_costs_in_plain_cycles_is_soon_known():
     """Answers that end long before the most tokens that were asked for: else each would pay it to its end."""
     costs, tokens, seconds = Costs(), 0, 0.0
@@ -206,14 +198,6 @@ def test_look_up_returns_where_a_draft_that_cannot_restart_was_given_up():
     assert machine.depths[-100:] == [15] * 100
     assert costs.of((), LOOKED_UP[1], 1000) == pytest.approx(1.4)
     assert costs.of(((), "look-up"), LOOKED_UP[2], 1000) == pytest.approx(1.2)
-    later = Control(LOOKED_UP, costs, restarts=False)
-    later.choose(length=1000, left=ENDLESS)
-    assert later._known[1] == pytest.approx(1.4), "beside the draft"
-    assert later.leave_out() and later._start_s == 0.0
-    later.choose(length=1000, left=ENDLESS)
-    assert later._known[1:] == pytest.approx(
-        [costs.of(((), "look-up"), one, 1000) or 1.4 for one in LOOKED_UP[1:3]]
-    )
     assert not Control(SHAPES, costs, restarts=False).leave_out(), "there is no look-up"
 
 
@@ -255,6 +239,8 @@ def test_look_up_alone_is_expected_to_take_what_it_took_beside_the_draft():
     for _ in range(averages.TIMES):
         costs.learn(((), "look-up"), LOOKED_UP[2], 1000, 1.3)
     control = Control(LOOKED_UP, costs, restarts=False)
+    control.choose(length=1000, left=ENDLESS)
+    assert control._known == [1.2, 1.4, 1.5, None]
     assert control.leave_out()
     control.choose(length=1000, left=ENDLESS)
     assert control._known == [None, 1.4, 1.3]
@@ -276,11 +262,49 @@ def test_what_a_start_costs_belongs_to_a_call():
     costs = Costs()
     for control in (Control(SHAPES, costs), Control(SHAPES, costs)):
         control.learn_start(2.0, 1000)
-    later = Control(LOOKED_UP, costs, restarts=False)
-    later.starts(5000, length=5000, planned=64)
-    later.leave_out()
+    later = Control(LOOKED_UP, costs)
+    assert not later.begin(5000, length=5000, planned=64, hopeless=True) and not later.paused
     assert later._start_s == pytest.approx(10.0), "known without the draft, whose start it may pay for later"
     assert Control(SHAPES, costs)._start_s == 0.0
+
+
+def test_a_start_that_cannot_be_afforded_pauses_a_draft_or_leaves_it_out():
+    """One that can restart may return in this call; of another only look-up is left, where there is any."""
+    costs = Costs()
+    for _ in range(averages.TIMES):
+        costs.learn_start(1000, 50.0)
+    begun = {
+        (shapes, restarts): Control(shapes, costs, restarts=restarts)
+        for shapes in (SHAPES, LOOKED_UP)
+        for restarts in (True, False)
+    }
+    stays = {of: control.begin(1000, length=1000, planned=64) for of, control in begun.items()}
+    for (shapes, restarts), control in begun.items():
+        assert stays[shapes, restarts] == restarts
+        assert control.paused == (restarts or shapes is SHAPES)
+        assert control.shapes == (shapes if control.paused else shapes[:3])
+    assert Control(SHAPES, Costs(), restarts=False).begin(1000, length=1000, planned=64), "not known yet"
+    costs.budget.add(averages.RESERVE, None, 50.0 / averages.MAX_LOSS)
+    assert Control(SHAPES, costs, restarts=False).begin(1000, length=1000, planned=64), "others left enough"
+
+
+@pytest.mark.parametrize(("start_s", "pays"), [(5.0, True), (9.0, False)])
+def test_a_start_is_compared_with_look_up_alone_which_needs_none(start_s, pays):
+    costs = Costs()
+    budget, past = costs.past(())
+    for _ in range(64):
+        for shape, seconds, accepted in zip(LOOKED_UP, (1.0, 1.1, 1.2, 1.3), (0, 1, 1, 2), strict=True):
+            costs.learn((), shape, 1000, seconds)
+            past.learn(shape, [accepted])
+    budget.add(averages.RESERVE, None, 1.0)
+    for _ in range(averages.TIMES):
+        costs.learn_start(1000, start_s)
+    control = Control(LOOKED_UP, costs, restarts=False)
+    assert budget.affords(start_s + control_module.STARTED * 0.3), "so it is not left out for that"
+    alone_s, joined_s = 60 * 1.1 / 2, 60 * 1.3 / 3
+    assert (joined_s + start_s < alone_s) == pays, "60 tokens are planned"
+    assert control.begin(1000, length=1000, planned=60) == pays
+    assert len(control.shapes) == (4 if pays else 3)
 
 
 def test_only_what_may_be_best_is_measured():
@@ -322,6 +346,9 @@ def test_a_cycle_at_the_end_drafts_no_more_than_is_wanted():
     ChainMachine(control, 0.3, 5.0).run(0.99, 100)
     assert [control.choose(length=1000, left=left).depth for left in (9, 3, 2, 1)] == [8, 2, 1, 0]
     assert control.paused  # at a text's end: what plain cycles take alone is not known yet
+    control = Control(SHAPES, known_times(50.0), restarts=False)
+    for left, paused in ((averages.TIMES + 2, False), (averages.TIMES + 1, True)):
+        assert not control.choose(length=1000, left=left).depth and control.paused == paused
 
 
 def test_a_first_time_that_was_an_accident_is_forgotten():

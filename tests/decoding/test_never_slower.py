@@ -103,8 +103,7 @@ def answer(
     """Seconds of one call, whose answer ends after `tokens`; the news of a cycle is read one cycle late."""
     rng = random.Random(seed)
     control = Control(shapes, costs, kind, restarts=costly.restarts)
-    control.paused = not control.starts(prompt, length=prompt, planned=planned)
-    own = not control.paused
+    own = control.begin(prompt, length=prompt, planned=planned) and not control.paused
     look_restart_s = None if costly.restarts else costly.look_restart
     machine = Machine(
         control, costly.cycle, heard_s=costly.hear, restart_s=costly.start, look_restart_s=look_restart_s
@@ -112,8 +111,7 @@ def answer(
     if own:
         machine.seconds += costly.start
         control.learn_start(costly.start, prompt)
-    elif not costly.restarts and control.leave_out():
-        control.paused = False
+    elif not control.paused:
         machine.look_up_alone()
         machine.seconds += 0.01
     while (done := 1 + machine.tokens) < tokens:

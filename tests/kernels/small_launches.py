@@ -30,6 +30,7 @@ import warp_emulator
 from attention_cases import dense_case, hier_case, mask_named
 from entry_move_cases import move_case
 from importance_cases import several
+from node_choice_cases import SIZES, candidates, moved, rates, tables_on, verdict
 from slot_assignment_cases import same_as_torch
 from suffix_match_cases import texts_of
 from top_entries_cases import KINDS, SINKS, WINDOW, scores_of
@@ -51,8 +52,9 @@ from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
+from longtrain.kernels.node_choice import choose, learn
 from longtrain.kernels.own_keys import OwnKeys, merge, merge_backward
-from longtrain.kernels.suffix_match import longest_match
+from longtrain.kernels.suffix_match import longest_match, write
 from longtrain.kernels.top_entries import choose_entries
 from longtrain.methods.policies.adakv import AdaKV
 from longtrain.targets.loading import random_target
@@ -266,14 +268,29 @@ def changes() -> Jobs:
 
 
 def matches() -> Jobs:
-    """Texts that end anywhere in their ring buffers, of one block and of several."""
+    """Texts that end, and go on, anywhere in their ring buffers, of one block and of several."""
     for slots in (64, 4096):
         yield partial(_match, slots)
 
 
 def _match(slots):
     tokens_BC, last_B = texts_of(slots)
-    longest_match(tokens_BC.to(DEVICE), last_B.to(DEVICE), 40)
+    tokens_BC, last_B = tokens_BC.to(DEVICE), last_B.to(DEVICE)
+    *_, copy_BK = longest_match(tokens_BC, last_B, 40, 5)
+    write(tokens_BC, copy_BK, last_B + 1, last_B % 6)
+
+
+def joined() -> Jobs:
+    """Trees and copies that fill no block, and the tables that they are chosen by."""
+    for case in SIZES:
+        yield partial(_joined, *case)
+
+
+def _joined(nodes, copies, keep):
+    some, tables = moved(candidates(3, nodes, copies, 0), DEVICE), tables_on(rates(3, 0), DEVICE)
+    tokens, parents, *_ = choose(some, tables, keep)
+    path_BP, n_B, next_B = verdict(tokens.cpu(), parents.cpu(), copies + 1, 0)
+    learn(some, tables, tokens, path_BP.to(DEVICE), n_B.to(DEVICE), next_B.to(DEVICE))
 
 
 def laws() -> Jobs:
@@ -375,6 +392,7 @@ PARTS = (
     choices,
     changes,
     matches,
+    joined,
     laws,
     linears,
 )

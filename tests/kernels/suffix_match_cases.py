@@ -12,6 +12,7 @@ def texts_of(slots: int) -> tuple[Tensor, Tensor]:
     texts = [[5], [5, 5], list(range(20)), [1, 2, 3] * (slots // 3), [7] * (slots - 1)]
     texts += [torch.randint(vocab, (n,), generator=gen).tolist() for vocab in (2, 4) for n in (9, slots)]
     texts += [torch.randint(3, (3 * slots - 5,), generator=gen).tolist(), [1, 2, 3, 4] * slots]
+    texts.append(([1, 2, 3] * slots)[: slots + 2])  # what follows its match goes round the end of the ring
     tokens_BC = torch.full((len(texts), slots), NONE, dtype=torch.int32)
     for row, text in enumerate(texts):
         for position, token in enumerate(text):

@@ -1,4 +1,4 @@
-"""The kernels under triton's interpreter: `interpreted_NAME.py`, and the tests of `test_fused_layer.py`."""
+"""The kernels under triton's interpreter: `interpreted_NAME.py`, and tests that also run without it."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 HERE = Path(__file__).parent
-FILES = sorted([*HERE.glob("interpreted_*.py"), HERE / "test_fused_layer.py"])
+OTHERS = [HERE / "test_fused_layer.py", HERE.parent / "decoding" / "test_expansion.py"]
+FILES = sorted([*HERE.glob("interpreted_*.py"), *OTHERS])
 
 
 def test_interpreted_kernels() -> None:

@@ -282,11 +282,7 @@ class _FirstLayers:
 def _ask_evictor(
     evictor: Any, target: Target, forward: Forward, stored: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the importance of each token: scores_LGT.
-
-    Raises:
-        ArtifactError: the evictor does not expose scores.
-    """
+    """Return the importance of each token: scores_LGT."""
     if not isinstance(evictor, Scorer):
         raise ArtifactError(f"golden scores need an evictor with scores; {type(evictor).__name__} has none")
     ids_BT, length = stored["ids_T"][None].to(target.device), len(stored["ids_T"])

@@ -230,11 +230,7 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
 def _paired(
     tokenizer: Any, rendered: Rendered, messages: Sequence[Message], name: str
 ) -> list[tuple[str, str]]:
-    """Pair the text of each run of labels with its answer; a blank answer without labels is skipped.
-
-    Raises:
-        DataError: there are more or fewer runs than answers.
-    """
+    """Pair the text of each run of labels with its answer; a blank answer without labels is skipped."""
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     texts = [
         tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
@@ -302,9 +298,6 @@ def _render_by_text(tokenizer: Any, messages: Sequence[Message], name: str) -> R
 
     Tokenised as a whole, the white space at the start of an answer may merge with the end of the header into
     one token, which the target never sees when it reads the header alone.
-
-    Raises:
-        DataError: the template rewrites earlier turns, or the parts do not join to the whole text.
     """
     whole = str(apply_template(tokenizer, messages, name=name, tokenize=False))
     parts: list[tuple[str, bool]] = []

@@ -114,11 +114,7 @@ class Tokenise:
     def _write_source(
         self, writer: PreparedWriter, encoder: Encoder, index: int, source: SourceConfig, found: Inputs
     ) -> None:
-        """Write one source's documents.
-
-        Raises:
-            DataError: it gave no document.
-        """
+        """Write one source's documents."""
         before = self.counts["kept"] + self.counts["text only"]
         files = len(found["files"]) if source.reader == "text" else None
         stream = batches(self._follow(self._read(source, found), source, total=files))
@@ -384,10 +380,6 @@ class Tokenise:
 
 
 def _refuse(error: DataError) -> None:
-    """Stop at the first document that cannot be read, with an error that names `data.on_error=skip`.
-
-    Raises:
-        DataError: always.
-    """
+    """Stop at the first document that cannot be read, with an error that names `data.on_error=skip`."""
     skip = "; or pass data.on_error=skip, which leaves such documents out"
     raise DataError(f"{error}{'' if 'data.on_error' in str(error) else skip}") from error

@@ -151,12 +151,7 @@ def answer_part(
 
 
 def _resolved(config: DataConfig, sources: list[SourceConfig], tokenizer: Any) -> DataConfig:
-    """Return the config with `mask=auto` resolved, refusing an unsuitable chat template before any work.
-
-    Raises:
-        DataError: conversations or questions and no chat template, or one without the generation marks that
-            the mask needs.
-    """
+    """Return the config with `mask=auto` resolved, refusing an unsuitable chat template before any work."""
     chats = [source for source in sources if _holds_conversations(source)]
     recorded = any(not config.written_by_target(source) for source in chats)
     if config.mask == "auto":
@@ -222,11 +217,7 @@ def _limit(config: DataConfig, context_tokens: int | None) -> int | None:
 
 
 def _chosen(config: DataConfig) -> list[SourceConfig]:
-    """Return the sources that have a path.
-
-    Raises:
-        ConfigError: no source has one.
-    """
+    """Return the sources that have a path."""
     sources = [source for source in config.sources if source.where or not source.optional]
     if not sources:
         raise ConfigError(f"no source of data '{config.name}' has a path; pass e.g. data.text=PATH")

@@ -164,11 +164,7 @@ class Encoder:
         return self._processes.submit(_work, items, work)
 
     def _taken(self, futures: list[Future[list[Any]]]) -> Iterator[Any]:
-        """Wait for a batch's tokens.
-
-        Raises:
-            DataError: the tokenizer fails, or a process was killed.
-        """
+        """Wait for a batch's tokens."""
         try:
             return iter([one for future in futures for one in future.result()])
         except ProcessEnded as error:

@@ -293,11 +293,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> None:
-    """Refuse a row with a lone surrogate (half of a character), which cannot be encoded or tokenised.
-
-    Raises:
-        DataError: the row contains one.
-    """
+    """Refuse a row with a lone surrogate (half of a character), which cannot be encoded or tokenised."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

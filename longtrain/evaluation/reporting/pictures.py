@@ -111,13 +111,7 @@ def _budgets(results: Json) -> bytes | None:
 
 
 def _by_budget(axes: Any, results: Json, of: Callable[[Json], Json | None]) -> None:
-    """Draw a value against the budget: a line for each family, a level for systems without a budget.
-
-    Args:
-        axes: the panel.
-        results: the output of `results.assemble`.
-        of: system -> the value with its interval, or None.
-    """
+    """Draw a value against the budget: a line for each family, a level for systems without a budget."""
     lines = by_budget(results, of=lambda system, _: of(system))
     budgets = sorted({place for found in lines.values() for place, _ in found}, key=budget_rank)
     for system in results["systems"]:

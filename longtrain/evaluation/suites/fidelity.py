@@ -221,9 +221,6 @@ def against(systems: Sequence[System], name: str | None) -> list[tuple[str, str]
 def _checked(suite: Suite, systems: Sequence[System], name: str | None) -> Suite:
     """Refuse a run without a system to judge, or with a baseline that is none of its systems; add notes on
     systems.
-
-    Raises:
-        ConfigError: see above.
     """
     if len(systems) < 2:
         raise ConfigError(

@@ -209,11 +209,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | Measured:
-    """Convert an lm-eval task to a `Task` or `Measured`.
-
-    Raises:
-        ConfigError: the task mixes kinds of requests, or answers do not fit the target's context window.
-    """
+    """Convert an lm-eval task to a `Task` or `Measured`."""
     kinds = {request.request_type for request in task.instances}
     if len(kinds) != 1:
         raise ConfigError(

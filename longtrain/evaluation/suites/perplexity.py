@@ -198,11 +198,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _entries(items: Sequence[Any]) -> list[Text]:
-    """Parse `suite.texts`: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`.
-
-    Raises:
-        ConfigError: an entry of another form, or two entries with the same name.
-    """
+    """Parse `suite.texts`: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`."""
     found = [_entry(item) for item in items]
     if len({text.task for text in found}) < len(found) or not found:
         raise wrong("suite.texts", list(items), "one or more corpora or paths with different names")

@@ -167,11 +167,7 @@ def _summary(records: ByTask) -> Summary:
 
 
 def _needs_a_selector(suite: Suite, systems: Sequence[System]) -> Suite:
-    """Refuse runs without a selector, and systems with a cache form, which does not affect recall.
-
-    Raises:
-        ConfigError: there is no selector, or a system has a cache of its own.
-    """
+    """Refuse runs without a selector, and systems with a cache form, which does not affect recall."""
     if not any(system.selects for system in systems):
         raise ConfigError(BROUGHT["retrieval"])
     for system in systems:

@@ -186,10 +186,6 @@ def _runnable(options: RulerSettings, sources: Sources, *, named: bool) -> tuple
         options: settings of the suite.
         sources: the available source material.
         named: True if the tasks were named explicitly; one that cannot be run is then an error.
-
-    Raises:
-        ConfigError: a named task, or every task, does not fit the shortest length.
-        DataError: the questions of a named task are missing.
     """
     tasks, reasons = list[Task](), dict[str, LongtrainError]()
     for name in options.tasks:

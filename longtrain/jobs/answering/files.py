@@ -124,11 +124,7 @@ class AnswerFiles:
 
 
 def _sealed(path: Path) -> dict[str, Any] | None:
-    """Read a file written with `sealed`; None if there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Read a file written with `sealed`; None if there is none."""
     try:
         return read_sealed(path)
     except FileNotFoundError:

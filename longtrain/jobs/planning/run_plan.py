@@ -330,9 +330,6 @@ def _zero(strategy: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's settings as fields of `Spread`.
 
     The keys are Lightning's, or those of DeepSpeed's own `config`, a mapping or a JSON file.
-
-    Raises:
-        ConfigError: a stage other than 1 and 2, or the file cannot be read.
     """
     stage: Any = strategy.get("stage")
     bucket = strategy.get("reduce_bucket_size")
@@ -348,11 +345,7 @@ def _zero(strategy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_config(config: Any) -> Mapping[str, Any]:
-    """Read DeepSpeed's own configuration.
-
-    Raises:
-        ConfigError: the value is neither a mapping nor a JSON file with one.
-    """
+    """Read DeepSpeed's own configuration."""
     try:
         found = config if isinstance(config, Mapping) else read_json(Path(str(config)))
         if isinstance(found, Mapping):

@@ -128,11 +128,7 @@ def config_file(where: str) -> Path | None:
 
 
 def _shape_of(shape: Any) -> dict[str, Any]:
-    """`target.shape` as a mapping of sizes; the name of a published shape is replaced by its sizes.
-
-    Raises:
-        ConfigError: there is no such name, or a size is missing or invalid.
-    """
+    """`target.shape` as a mapping of sizes; the name of a published shape is replaced by its sizes."""
     from longtrain.targets.shapes import SHAPES, shape_config
 
     if isinstance(shape, Mapping):

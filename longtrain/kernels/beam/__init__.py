@@ -3,6 +3,10 @@
 Triton if `kernels.devices` supports it, else plain torch (in this file). Among equal ones the kernels take
 the lowest token of the first node; torch does not define an order.
 
+No continuation has a higher score than its node, neither by rounding nor where logits are not finite. A
+selection of the best nodes of a tree depends on it: it would take a child without its parent, and the child
+would be verified below another node (`decoding.tree.BestNodes`).
+
 Shapes: B batch, M nodes of a level, V vocabulary, K continuations requested.
 """
 
@@ -44,7 +48,7 @@ def best_continuations(
         nodes: number of continuations added to `tree`; None: all.
 
     Returns:
-        tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
+        tokens_BK, parents_BK (nodes of the level), both int64, and score_BK, at most the parent's score.
     """
     M, V = logits_BMV.shape[1:]
     few = min(width, V)
@@ -58,7 +62,8 @@ def best_continuations(
     logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
     # only a node's own best `width` can be among the best of all
     few_BMK, token_BMK = logp_BMV.topk(few, dim=-1)
-    total_BX = (score_BM[..., None].to(wide) + few_BMK).flatten(1)
+    own_BM1 = score_BM[..., None].to(wide)
+    total_BX = (own_BM1 + few_BMK).fmin(own_BM1).flatten(1)  # `fmin` passes over NaN
     best_BK, at_BK = total_BX.topk(width, dim=-1)
     token_BK, parent_BK = token_BMK.flatten(1).gather(1, at_BK), at_BK // few
     token_BK = token_BK if ids_V is None else ids_V[token_BK]

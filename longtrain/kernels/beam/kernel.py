@@ -75,7 +75,7 @@ def _node_kernel(
     key_ptr, top_ptr, sum_ptr, score_ptr, total_ptr, token_ptr, chunks,
     F: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Scores and tokens of the F best continuations of a node."""
+    """Scores and tokens of the F best continuations of a node, none of them above the node's own score."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -85,10 +85,12 @@ def _node_kernel(
     part = tl.load(sum_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     key = tl.load(key_ptr + row * chunks * F + at, mask=at < chunks * F, other=_LEAST)
     most = tl.max(top, 0)
-    shift = tl.load(score_ptr + row).to(tl.float32) - most - tl.log(tl.sum(part * tl.exp(top - most), 0))
+    score = tl.load(score_ptr + row).to(tl.float32)
+    shift = score - most - tl.log(tl.sum(part * tl.exp(top - most), 0))
     for i in range(F):
         best = tl.max(key, 0)
-        tl.store(total_ptr + row * F + i, _number(best) + shift)
+        # the sum may be rounded to more than the node's score; `minimum` passes over NaN
+        tl.store(total_ptr + row * F + i, tl.minimum(_number(best) + shift, score))
         tl.store(token_ptr + row * F + i, _place(best))
         key = tl.where(key == best, _LEAST, key)
 

@@ -5,10 +5,10 @@ before, of any length. Comparing the end of the text with every earlier place fi
 W tokens, and needs no state but the tokens: so a batch and a CUDA graph are served alike. Among equally long
 matches it is the latest.
 
-One Triton kernel if `kernels.devices` supports it, which stops where no place of a block agrees any more,
-else plain torch (in this file); both give the same numbers.
+Triton kernels if `kernels.devices` supports it, which stop where no place of a block agrees any more, else
+plain torch (in this file); both give the same numbers.
 
-Shapes: B batch, C places of a ring buffer, W tokens compared.
+Shapes: B batch, C places of a ring buffer, W tokens compared, K tokens that follow, T new tokens.
 """
 
 from __future__ import annotations
@@ -23,36 +23,61 @@ NONE = -1
 """Value of a place without a token."""
 
 
-def longest_match(tokens_BC: Tensor, last_B: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Find the earlier place before which the most tokens agree with the end of the text.
+def longest_match(tokens_BC: Tensor, last_B: Tensor, most: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the earlier place before which the most tokens agree with the text's end, and what follows it.
 
     Args:
         tokens_BC: the text as a ring buffer of C places, a power of two: position p is at place p mod C.
             int32, contiguous; `NONE` where there is no token.
         last_B: position of the last token, int64.
         most: W, most tokens that are compared; more of a match do not count.
+        count: K, tokens that follow; behind the last token of the text these repeat from the first.
 
     Returns:
-        length_B, the tokens that agree, 0 to `most`, and back_B, the distance from the last token to the
-        token that it is matched with: the latest such place. 1 if nothing matches. int64. A match does not
-        extend beyond the oldest token of the buffer.
+        length_B, the tokens that agree, 0 to `most`; back_B, the distance from the last token to the token
+        that it is matched with: the latest such place, 1 if nothing matches; and copy_BK. int64. A match does
+        not extend beyond the oldest token of the buffer.
 
     Raises:
-        DataError: C is no power of two, or too large for 32-bit scores.
+        DataError: C is no power of two, smaller than W or 2, or too large for 32-bit scores.
     """
-    slots = tokens_BC.shape[1]
-    if slots & (slots - 1) or slots * (most + 1) >= 2**31:
+    slots, least = tokens_BC.shape[1], max(2, most)
+    if slots & (slots - 1) or slots < least or slots * (most + 1) >= 2**31:
         raise refusal(
-            DataError, f"a buffer of {slots} places for matches of {most}", "a power of two below 2^31 / most"
+            DataError,
+            f"a buffer of {slots} places for matches of {most}",
+            f"a power of two from {least} on, below 2^31 / {most + 1}",
         )
     if runs_on(tokens_BC.device):
         from longtrain.kernels.suffix_match import kernel
 
-        best_B = kernel.best_scores(tokens_BC, last_B, most).amax(1)
-    else:
-        best_B = _scores(tokens_BC, last_B, most).amax(1)
-    best_B = best_B.long()
-    return torch.div(best_B, slots, rounding_mode="floor") + 1, -best_B % slots
+        return kernel.longest_match(tokens_BC, last_B, most, count)
+    best_B = _scores(tokens_BC, last_B, most).amax(1).long()
+    length_B, back_B = torch.div(best_B, slots, rounding_mode="floor") + 1, -best_B % slots
+    back_B1, step_K = back_B[:, None], torch.arange(count, device=last_B.device)
+    place_BK = (last_B[:, None] - back_B1 + 1 + step_K % back_B1) % slots
+    return length_B, back_B, tokens_BC.gather(1, place_BK).long()
+
+
+def write(tokens_BC: Tensor, new_BT: Tensor, first_B: Tensor, n_B: Tensor | None = None) -> None:
+    """Write tokens to a ring buffer, and `NONE` in place of those that are not valid.
+
+    Args:
+        tokens_BC: the buffer, as of `longest_match`; C >= T.
+        new_BT: the tokens, int64.
+        first_B: position of the first, int64.
+        n_B: the valid ones, the first of each row, int64; None: all.
+    """
+    if runs_on(tokens_BC.device):
+        from longtrain.kernels.suffix_match import kernel
+
+        kernel.write(tokens_BC, new_BT, first_B, n_B)
+        return
+    step_T = torch.arange(new_BT.shape[1], device=first_B.device)
+    if n_B is not None:
+        new_BT = new_BT.where(step_T < n_B[:, None], NONE)
+    place_BT = (first_B[:, None] + step_T) % tokens_BC.shape[1]
+    tokens_BC.scatter_(1, place_BT, new_BT.to(tokens_BC.dtype))
 
 
 def _scores(tokens_BC: Tensor, last_B: Tensor, most: int) -> Tensor:

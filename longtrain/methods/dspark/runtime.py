@@ -102,11 +102,7 @@ class DSparkRuntime:
         """Do nothing: a block's rows have their places from `start` on, whatever tree is drafted."""
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Compute a block, and draft level by level from its logits (`TreeExpansion`).
-
-        Raises:
-            ConfigError: a tree deeper than the block, or a distribution this draft does not support.
-        """
+        """Compute a block, and draft level by level from its logits (`TreeExpansion`)."""
         cache = self.cache
         assert cache is not None
         self.check_shape(shape)
@@ -131,12 +127,7 @@ class DSparkRuntime:
         self._keep(step, path, verdict.root_pos(cache.len_B), verdict.n_B, self.draft.own)
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
-
-        Raises:
-            ConfigError: another distribution, deeper than the block or a window, or a level wider than all
-                continuations.
-        """
+        """Refuse a shape that this draft does not support (`decoding.roles.Draft`)."""
         ids_X = self.draft.draft_ids_K
         check_tree(shape, self.target.info.vocab_size if ids_X is None else len(ids_X), "DSpark")
         windows = [window for window in self.config.layer_windows if window is not None]

@@ -75,11 +75,7 @@ def _from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepar
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Refuse documents that are too short for a whole block.
-
-    Raises:
-        ConfigError: a stage cuts documents into pieces of fewer than `block_size + 2` tokens.
-    """
+    """Refuse documents that are too short for a whole block."""
     shortest = min((stage.doc_tokens for stage in data.stages), default=0)
     if 0 < shortest < config.block_size + 2:
         raise ConfigError(
@@ -89,12 +85,7 @@ def _check_data(config: Config, data: DataConfig) -> None:
 
 
 def _check_target(config: Config, info: TargetInfo) -> None:
-    """Refuse heads that attention or RoPE cannot have, and a mask token that the target lacks.
-
-    Raises:
-        ConfigError: query heads that KV heads do not divide, an odd head dim, no layer to read keys and
-            values of, or no such token.
-    """
+    """Refuse heads that attention or RoPE cannot have, and a mask token that the target lacks."""
     heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
     if heads % groups:
         raise ConfigError(
@@ -108,11 +99,7 @@ def _check_target(config: Config, info: TargetInfo) -> None:
 
 
 def _check_keys_read(config: Config, info: TargetInfo) -> None:
-    """Refuse to read the keys and values of a target that has no layer for it.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse to read the keys and values of a target that has no layer for it."""
     if config.target_kv and not info.readable_layers:
         raise ConfigError(
             f"method.target_kv=true; target {info.name} has no layer that sees the whole text with the "

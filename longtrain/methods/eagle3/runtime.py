@@ -20,7 +20,6 @@ from longtrain.cache.ring import DraftRing
 from longtrain.decoding.expansion import DraftVocabulary, Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
-from longtrain.errors import ConfigError
 from longtrain.kernels.fused_layer import RowPositions
 from longtrain.methods.eagle3.fused import FusedEagle3
 from longtrain.methods.rope import ModuleRope
@@ -96,11 +95,7 @@ class Eagle3Runtime:
         self.rows.reserve(nodes)
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Draft level by level below the root (`TreeExpansion`).
-
-        Raises:
-            ConfigError: a tree deeper than the window, or a distribution this draft does not support.
-        """
+        """Draft level by level below the root (`TreeExpansion`)."""
         rows, cache, feature_BE = self._state()
         self.check_shape(shape)
         rows.reserve(shape.n_expanded)
@@ -126,19 +121,8 @@ class Eagle3Runtime:
         torch.gather(whole_BXE, 1, last_B1E, out=before_BE[:, None])  # 0 accepted: unchanged
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
-
-        Raises:
-            ConfigError: another distribution, deeper than the window, or a level wider than all
-                continuations.
-        """
-        check_tree(shape, len(self.draft.draft_ids_K), "EAGLE-3")
-        window = self.config.window
-        if window and shape.depth >= window:
-            raise ConfigError(
-                f"a tree of depth {shape.depth} does not fit a window of {window}; "
-                f"allowed: up to {window - 1} levels"
-            )
+        """Refuse a shape that this draft does not support (`decoding.roles.Draft`)."""
+        check_tree(shape, len(self.draft.draft_ids_K), "EAGLE-3", self.config.window)
 
     def bytes(self) -> int:
         """Return the bytes of its keys and values, and of one feature a sequence."""

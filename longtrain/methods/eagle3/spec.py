@@ -50,11 +50,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Refuse documents that are too short for any token to predict a label at every depth.
-
-    Raises:
-        ConfigError: a stage cuts documents into pieces of fewer than `depths + 2` tokens.
-    """
+    """Refuse documents that are too short for any token to predict a label at every depth."""
     shortest = min((stage.doc_tokens for stage in data.stages), default=0)
     if 0 < shortest < config.depths + 2:
         raise ConfigError(

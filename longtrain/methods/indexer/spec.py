@@ -25,12 +25,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Inde
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """Return the selector for an engine.
-
-    Raises:
-        TargetMismatchError: the indexer was trained for another target.
-        ConfigError: an unknown key, or a budget out of range.
-    """
+    """Return the selector for an engine."""
     indexer, info = running(Indexer, module, target), target.info
     check_sizes(
         "an indexer of (layers, query heads, head dim, KV heads)",

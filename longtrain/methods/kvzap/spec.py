@@ -43,11 +43,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> KVza
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The evictor for an engine.
-
-    Raises:
-        ConfigError: an unknown key, no budget, or a value out of range.
-    """
+    """The evictor for an engine."""
     given = given_keys("KVzap", keys, KEYS)
     evictor = KVzapEvictor(
         running(KVzap, module, target),
@@ -62,11 +58,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Refuse to have answers written that nobody reads.
-
-    Raises:
-        ConfigError: the data has the target write them.
-    """
+    """Refuse to have answers written that nobody reads."""
     if data.asks_target:
         raise ConfigError(
             "data.answers=target has the target write answers, and kvzap learns from the prompts alone; pass "

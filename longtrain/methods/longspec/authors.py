@@ -72,11 +72,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def _draft_tensors(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """Return the draft's tensors under our names, without prefixes and unused tensors.
-
-    Raises:
-        ArtifactError: a tensor that belongs to no LongSpec draft.
-    """
+    """Return the draft's tensors under our names, without prefixes and unused tensors."""
     found = {}
     for name, tensor in tensors.items():
         if _TARGET.match(name):

@@ -16,7 +16,6 @@ from longtrain.cache.ring import DraftRing
 from longtrain.decoding.expansion import Level, TreeExpansion, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
-from longtrain.errors import ConfigError
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
 from longtrain.methods.longspec.config import source_layer
@@ -91,11 +90,7 @@ class LongSpecRuntime:
         self.ring.reserve(nodes)
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Draft level by level below the root (`TreeExpansion`).
-
-        Raises:
-            ConfigError: a tree deeper than the window, or a distribution this draft does not support.
-        """
+        """Draft level by level below the root (`TreeExpansion`)."""
         ring, cache = self._state(shape)
 
         def logits_of(level: Level) -> Tensor:
@@ -109,18 +104,8 @@ class LongSpecRuntime:
         self._take(tree.tokens_BN, verdict.path_BP, verdict.root_pos(self.cache.len_B), verdict.n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse a shape that this draft does not support (`decoding.roles.Draft`).
-
-        Raises:
-            ConfigError: another distribution, deeper than the window, or a level wider than all
-                continuations.
-        """
-        check_tree(shape, self.target.info.vocab_size, "LongSpec")
-        if shape.depth >= self.window:
-            raise ConfigError(
-                f"a tree of depth {shape.depth} does not fit a window of {self.window}; "
-                f"allowed: up to {self.window - 1} levels"
-            )
+        """Refuse a shape that this draft does not support (`decoding.roles.Draft`)."""
+        check_tree(shape, self.target.info.vocab_size, "LongSpec", self.window)
 
     def bytes(self) -> int:
         """Return the bytes of the ring buffer and of a 4-bit head; independent of the sequence's length."""
@@ -140,14 +125,7 @@ class LongSpecRuntime:
         return self.ring, self.cache
 
     def _take(self, ids_BS: Tensor, path_BP: Tensor, first_B: Tensor, count_B: Tensor) -> None:
-        """Compute and store keys and values of the first `count_B` tokens; no attention is computed for them.
-
-        Args:
-            ids_BS: tokens.
-            path_BP: indices into `ids_BS`.
-            first_B: position of the first token.
-            count_B: number of tokens to store.
-        """
+        """Store keys and values of the first `count_B` tokens, without computing their attention."""
         assert self.ring is not None
         at = RowPositions.after(first_B, path_BP.shape[1], steps=True)
         _, normed_NE, rope = self._enter(ids_BS, at, path_BP)

@@ -55,15 +55,7 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
 def adapter_files(
     form: str, tensors: Mapping[str, Tensor], config: Config, target: Target, facts: dict[str, Any], name: str
 ) -> dict[str, bytes]:
-    """Return the files of an exported folder, relative path -> content.
-
-    Args:
-        form: `peft`.
-        tensors: the module's state, by name.
-        config: hyperparameters.
-        target: the frozen target; only its `info` is used.
-        facts: provenance of the training run.
-        name: the folder's name.
+    """Return the files of an exported folder, relative path -> content (`Formats.write`).
 
     Raises:
         ConfigError: the module has no LoRA, or peft is not installed.
@@ -113,11 +105,7 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
 
 
 def _peft() -> ModuleType:
-    """Import the package `peft`.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import the package `peft`."""
     try:
         import peft
     except ImportError:
@@ -126,11 +114,7 @@ def _peft() -> ModuleType:
 
 
 def _config(peft: ModuleType, folder: Path, config: Config) -> Config:
-    """Return the module's settings, with rank, alpha and linears from the current `adapter_config.json`.
-
-    Raises:
-        ValueError: an option of peft that LookaheadKV does not support, such as DoRA.
-    """
+    """Return the module's settings, with rank, alpha and linears from the current `adapter_config.json`."""
     if not (folder / ADAPTER).is_file():
         raise ValueError(f"{ADAPTER} is missing")
     adapter = peft.PeftConfig.from_pretrained(str(folder)).to_dict()

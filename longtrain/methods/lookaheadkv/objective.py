@@ -147,13 +147,7 @@ class LookaheadObjective(Objective):
 
 
 class _Divergence:
-    """Accumulates the KL over layers; short sequences' layers are computed together to save launches.
-
-    Args:
-        config: hyperparameters.
-        prompt_T: the prompt of each token.
-        prompts: P.
-    """
+    """Accumulates the KL over layers; short sequences' layers are computed together to save launches."""
 
     def __init__(self, config: Config, prompt_T: Tensor, prompts: int) -> None:
         self._config, self._prompt_T, self._prompts = config, prompt_T, prompts

@@ -43,11 +43,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Look
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """Return the evictor for an engine.
-
-    Raises:
-        ConfigError: an unknown key, no budget, or one out of range.
-    """
+    """Return the evictor for an engine."""
     given = given_keys("LookaheadKV", keys, KEYS)
     budget = eviction_budget("LookaheadKV", given)
     adaptive = convert(given.get("adaptive", config.adaptive), Adaptive, "evict.adaptive")
@@ -58,11 +54,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """Check that the data's labels match the response that the module learns to predict.
-
-    Raises:
-        ConfigError: one of the two includes the question and the other does not.
-    """
+    """Check that the data's labels match the response that the module learns to predict."""
     labelled = "question_answer" if data.question == "response" else "answer"
     if labelled != config.response:
         asked = "response" if config.response == "question_answer" else "prompt"

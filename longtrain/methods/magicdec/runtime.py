@@ -83,11 +83,7 @@ class MagicDecRuntime:
         self._reader = None
 
     def check_shape(self, shape: TreeShape) -> None:
-        """Refuse a shape that is no chain, or longer than the ring buffer allows (`decoding.roles.Draft`).
-
-        Raises:
-            ConfigError: the shape is no chain, or a longer one.
-        """
+        """Refuse a shape that is no chain, or longer than the ring buffer allows (`decoding.roles.Draft`)."""
         check_chain(shape, "MagicDec")
         if shape.depth > self.most:
             raise ConfigError(
@@ -96,11 +92,7 @@ class MagicDecRuntime:
             )
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Draft a chain below the root.
-
-        Raises:
-            ConfigError: a shape that is no chain, or longer than the ring buffer allows.
-        """
+        """Draft a chain below the root."""
         rows, cache = self._state()
         self.check_shape(shape)
         view = rows.restart(cache.len_B)
@@ -146,13 +138,7 @@ class MagicDecRuntime:
 
 
 class _Reader:
-    """Observes the prompts, and then the tokens that are prefilled after them (an `AttentionHook`).
-
-    Args:
-        rows: buffers that the prompts are stored in.
-        layout: the layout of the prompts.
-        choice: chooses the entries that stay.
-    """
+    """Observes the prompts, and then the tokens that are prefilled after them (an `AttentionHook`)."""
 
     def __init__(self, rows: SparseBuffers, layout: Layout, choice: Choice) -> None:
         self.rows, self.choice = rows, choice

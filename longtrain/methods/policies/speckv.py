@@ -97,11 +97,7 @@ class SpecKV(Policy):
         return observed(run, Both(run.watched, rows), reduce=self.reduction, heads=self.reduction)
 
     def _draft_for(self, target: Target) -> Target:
-        """Return the draft model, loaded on first use.
-
-        Raises:
-            TargetMismatchError: it has another tokenizer.
-        """
+        """Return the draft model, loaded on first use."""
         assert self.draft is not None
         if isinstance(self.draft, Target):
             draft = self.draft

@@ -170,11 +170,7 @@ def load_mixture(
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """Read a corpus's manifest and verify the files' checksums.
-
-    Raises:
-        DataError: a file is damaged, or the manifest cannot be read.
-    """
+    """Read a corpus's manifest and verify the files' checksums."""
     again = f"delete {folder} and run longtrain prepare again"
     try:
         manifest = read_json(folder / "corpus.json")

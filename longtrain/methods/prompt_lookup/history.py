@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.kernels.suffix_match import NONE, longest_match
+from longtrain.kernels.suffix_match import NONE, longest_match, write
 
 _SPARE = 4096
 """Least room for new tokens; beyond it the oldest are overwritten."""
@@ -43,10 +43,7 @@ class History:
 
     def put(self, tokens_BT: Tensor, first_B: Tensor, n_B: Tensor) -> None:
         """Write the first `n_B` of some tokens from position `first_B` on, and `NONE` behind them."""
-        step_T = torch.arange(tokens_BT.shape[1], device=first_B.device)
-        at_BT = (first_B[:, None] + step_T) % self.slots
-        tokens_BT = tokens_BT.where(step_T < n_B[:, None], NONE).to(self.tokens_BC.dtype)
-        self.tokens_BC.scatter_(1, at_BT, tokens_BT)
+        write(self.tokens_BC, tokens_BT, first_B, n_B)
 
     def extend(self, root_B: Tensor, last_B: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
         """Append a token to each sequence, and copy what followed the longest earlier match of its end.
@@ -63,12 +60,9 @@ class History:
         Returns:
             copy_BK, int64, and length_B, the tokens that agreed: 0 to `most`.
         """
-        last_B1 = last_B[:, None]
-        self.tokens_BC.scatter_(1, last_B1 % self.slots, root_B[:, None].to(self.tokens_BC.dtype))
-        length_B, back_B = longest_match(self.tokens_BC, last_B, most)
-        back_B1 = back_B[:, None]
-        pos_BK = last_B1 - back_B1 + 1 + torch.arange(count, device=last_B.device) % back_B1
-        return self.tokens_BC.gather(1, pos_BK % self.slots).long(), length_B
+        write(self.tokens_BC, root_B[:, None], last_B)
+        length_B, _, copy_BK = longest_match(self.tokens_BC, last_B, most, count)
+        return copy_BK, length_B
 
 
 def _slots(longest: int) -> int:

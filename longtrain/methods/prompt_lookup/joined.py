@@ -25,10 +25,11 @@ from longtrain.decoding.roles import (
 from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError
+from longtrain.kernels.node_choice import Candidates, deepest, runs_through
 from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
-from longtrain.methods.prompt_lookup.split import Candidates, NodeSplit, deepest, runs_through
+from longtrain.methods.prompt_lookup.split import NodeSplit
 from longtrain.targets.attention import AttentionHook
 from longtrain.targets.step import TargetStep
 
@@ -208,14 +209,16 @@ def with_copy(own: TokenTree, copy_BK: Tensor, shape: TreeShape) -> TokenTree:
     B, N = own.tokens_BN.shape
     count, device = shape.copied, copy_BK.device
     step_K = torch.arange(count, device=device)
+    depth_BN = own.depth_N.expand_as(own.tokens_BN)
     if shape.drafted.is_chain:
         same_BD = own.tokens_BN[:, 1:] == copy_BK[:, : N - 1]
         shared_B1 = same_BD.long().cumprod(1).sum(1, keepdim=True)  # also the index of the last shared node
         at_B1 = shared_B1
     else:
-        shared_B1, at_B1 = deepest(own, runs_through(own, copy_BK, visible(own.parents_BN)))
+        sees_BNN = visible(own.parents_BN)
+        through_BN = runs_through(own.tokens_BN, depth_BN, copy_BK, sees_BNN)
+        shared_B1, at_B1 = deepest(depth_BN, through_BN)
     below_BK = (N + step_K - 1).expand(B, -1)
-    depth_BN = own.depth_N.expand(B, -1) if own.depth_N.dim() == 1 else own.depth_N
     return TokenTree(
         torch.cat((own.tokens_BN, copy_BK.gather(1, shared_B1 + step_K)), 1),
         torch.cat((own.parents_BN, at_B1, below_BK[:, 1:]), 1),

@@ -71,11 +71,7 @@ class QuantSpecRuntime:
         check_chain(shape, "QuantSpec")
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
-        """Draft a chain below the root: each step's argmax, or a token sampled from its distribution.
-
-        Raises:
-            ConfigError: a shape that is no chain.
-        """
+        """Draft a chain below the root: each step's argmax, or a token sampled from its distribution."""
         view = self.view
         assert view is not None
         self.check_shape(shape)

@@ -63,15 +63,7 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
 def sglang_files(
     form: str, tensors: Mapping[str, Tensor], config: Config, target: Target, facts: dict[str, Any], name: str
 ) -> dict[str, bytes]:
-    """Return the files of an exported folder, relative path -> content.
-
-    Args:
-        form: `sglang`.
-        tensors: the head's state, by name.
-        config: hyperparameters.
-        target: the frozen target, for its embeddings (which are written too), dtype and sizes.
-        facts: provenance of the training run.
-        name: the folder's name.
+    """Return the files of an exported folder, relative path -> content (`Formats.write`).
 
     Raises:
         ConfigError: SGLang's interface does not support the head.
@@ -145,11 +137,7 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
 
 
 def _set_of_layer(form: str, table_LG: Tensor) -> list[int]:
-    """Return the set that all KV heads of each layer read.
-
-    Raises:
-        ConfigError: the KV heads of a layer read several sets.
-    """
+    """Return the set that all KV heads of each layer read."""
     for layer, sets_G in enumerate(table_LG.tolist()):
         if len({*sets_G}) > 1:
             raise ConfigError(

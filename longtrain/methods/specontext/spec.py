@@ -27,12 +27,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Retr
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The selector for an engine.
-
-    Raises:
-        TargetMismatchError: a head of another target.
-        ConfigError: an unknown key, or a budget out of range.
-    """
+    """The selector for an engine."""
     head, info = running(RetrievalHead, module, target), target.info
     check_sizes(
         "a retrieval head of (hidden size, layers, KV heads, head dim)",

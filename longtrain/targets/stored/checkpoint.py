@@ -117,11 +117,7 @@ class StoredWeights:
         return stored if stored == HEAD else self._prefix + stored
 
     def _experts(self) -> dict[str, list[list[str]]]:
-        """Take the experts' weights out of `_weights`; return tensor -> stored names of each expert's parts.
-
-        Raises:
-            ArtifactError: the weight of an expert is missing.
-        """
+        """Take the experts' weights out of `_weights`; return tensor -> stored names by expert."""
         found: dict[str, dict[tuple[int, int], str]] = {}
         for name, stored in list(self._weights.items()):
             if one := EXPERT.match(name):
@@ -140,11 +136,7 @@ class StoredWeights:
         return stacked
 
     def _stack(self, name: str, parts: list[list[str]]) -> StoredWeight:
-        """Return the weights of a layer's experts as one, [experts, rows of all parts, columns].
-
-        Raises:
-            ArtifactError: they have different shapes.
-        """
+        """Return the weights of a layer's experts as one, [experts, rows of all parts, columns]."""
         first = [self._weight(one) for one in parts[0]]
         shapes = {self._tensors.shape(one) for of_expert in parts for one in of_expert}
         if len(shapes) != 1:
@@ -163,12 +155,7 @@ class StoredWeights:
         return StoredWeight(name, first[0].file, (len(parts), rows * len(first), columns), read)
 
     def _is_weight(self, name: str) -> bool:
-        """Return True if a tensor is a weight; False if it belongs to one, or to a layer that is not run.
-
-        Raises:
-            ArtifactError: it is neither.
-            TargetMismatchError: it belongs to a weight that is quantised by a method that is not read.
-        """
+        """Return True if a tensor is a weight; False if it belongs to one, or to a layer that is not run."""
         if BUFFERS.search(name) or name.removeprefix("model.").startswith(self._beyond):
             return False
         if self._quantisation.method == MXFP4 and name.endswith((BLOCKS, EXPONENTS)):

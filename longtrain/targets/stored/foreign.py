@@ -46,11 +46,7 @@ class ForeignEnds(TargetEnds):
         return self.final_norm(torch.ones_like(self.embed_weight[:1]))[0]
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
-        """Raise an error: the layers are not read.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise an error: the layers are not read (ConfigError)."""
         raise ConfigError(
             f"the layers of target {self.info.name} ({self.info.family}) are not read, and a warm start "
             "copies from them; pass method.start_mlp=random (EAGLE-3), or method.warm_start=false"
@@ -152,10 +148,6 @@ def _without_weights(
         dtype: dtype of weights and activations.
         where: the target's name, for messages.
         context: most tokens of a text; None: those of the config.
-
-    Raises:
-        ArtifactError: transformers builds no model of the config.
-        TargetMismatchError: the model scales its logits, has another final norm, or a biased head.
     """
     try:
         with torch.device("meta"):

@@ -170,16 +170,7 @@ def _write(file: Path, digest: str, folder: Path) -> None:
 
 
 def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model in fp32 and the tokenizer with transformers.
-
-    Args:
-        alone: the file, in a folder of its own.
-        config: config of the model.
-        file: for messages.
-
-    Raises:
-        ArtifactError: weights of the model are not in the file.
-    """
+    """Load model (fp32) and tokenizer with transformers from a file that is `alone` in its folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -195,17 +186,7 @@ def _load(alone: Path, config: Any, file: Path) -> tuple[PreTrainedModel, PreTra
 
 
 def _config(reader: GGUFReader, alone: Path, file: Path) -> Any:
-    """Return the model's config, with the file's settings that transformers' reader skips.
-
-    Args:
-        reader: reader of the file.
-        alone: the file, in a folder of its own.
-        file: for messages.
-
-    Raises:
-        ArtifactError: rotary settings that are not known.
-        TargetMismatchError: the model is not supported.
-    """
+    """Return the model's config, with the file's settings that transformers' reader skips."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(alone.parent), gguf_file=alone.name)

@@ -210,11 +210,7 @@ def _numbers(scales: Tensor) -> Tensor:
 
 
 def _object(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """Return a nested mapping of quantization_config; empty if it is not given.
-
-    Raises:
-        ArtifactError: it is something else.
-    """
+    """Return a nested mapping of quantization_config; empty if it is not given."""
     found = values.get(key) or {}
     if not isinstance(found, Mapping):
         raise ArtifactError(
@@ -246,11 +242,7 @@ def _not_read(values: Mapping[str, Any], where: str) -> str:
 
 
 def _pairs(found: Sequence[Any], where: str) -> tuple[tuple[int, int], ...]:
-    """Return the block sizes that are pairs of rows and columns.
-
-    Raises:
-        ArtifactError: sizes that no block has.
-    """
+    """Return the block sizes that are pairs of rows and columns."""
     pairs = [one for one in found if isinstance(one, list) and len(one) == 2]
     for pair in pairs:
         if not all(type(size) is int and size > 0 for size in pair):

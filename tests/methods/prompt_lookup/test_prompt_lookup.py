@@ -120,18 +120,25 @@ def test_the_match_is_a_suffix_automatons(vocab):
         for first in (0, 130):  # of the positions
             ring = torch.full((1, 64), NONE, dtype=torch.int32)
             ring[0, torch.arange(first, first + len(text)) % 64] = torch.tensor(text, dtype=torch.int32)
-            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 63)
-            assert [one.item() for one in found] == [matched, back]
-            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 2)
+            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 63, 1)
+            assert [one.item() for one in found[:2]] == [matched, back]
+            found = longest_match(ring, torch.tensor([first + len(text) - 1]), 2, 1)
             assert found[0].item() == min(matched, 2)
 
 
 def test_a_match_ends_at_the_oldest_token_of_a_full_ring():
     """Beyond it are the newest tokens, which precede nothing."""
     ring = torch.tensor([[7, 7, 7, 7]], dtype=torch.int32)
-    assert [one.item() for one in longest_match(ring, torch.tensor([9]), 4)] == [3, 1]
-    with pytest.raises(DataError, match="a buffer of 6 places for matches of 2; allowed: a power of two"):
-        longest_match(torch.zeros(1, 6, dtype=torch.int32), torch.tensor([1]), 2)
+    assert [one.item() for one in longest_match(ring, torch.tensor([9]), 4, 1)[:2]] == [3, 1]
+
+
+@pytest.mark.parametrize(("slots", "most", "least"), [(6, 2, 2), (0, 1, 2), (1, 1, 2), (4, 5, 5)])
+def test_a_ring_that_matches_do_not_fit_is_refused(slots, most, least):
+    said = (
+        rf"a buffer of {slots} places for matches of {most}; allowed: a power of two from {least} on, below"
+    )
+    with pytest.raises(DataError, match=said):
+        longest_match(torch.zeros(1, slots, dtype=torch.int32), torch.tensor([1]), most, 1)
 
 
 def test_accepted_tokens_are_text_at_once(target):

@@ -9,6 +9,7 @@ import torch
 
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.tree import depths, visible
+from longtrain.kernels.node_choice import runs_through
 from longtrain.methods.prompt_lookup.split import (
     CLASSES,
     LENGTHS,
@@ -16,7 +17,6 @@ from longtrain.methods.prompt_lookup.split import (
     STEP,
     WEIGHT,
     NodeSplit,
-    runs_through,
 )
 
 SHAPE = TreeShape((2, 4, 4))
@@ -143,6 +143,7 @@ def test_what_is_counted():
     assert torch.allclose(right, torch.tensor([0.0, 0, 0, 1, 1, 0, 0, 0, 0, 0]), atol=1e-6)
     assert torch.allclose(tried, torch.tensor([0.0, 0, 0, 1, 1, 1, 0, 0, 0, 0]), atol=1e-6)
     nodes = split.drafted_2BQ[1].sum() - WEIGHT * CLASSES
-    through = runs_through(own, torch.tensor([[1, 2, 0, 5]]), visible(own.parents_BN))[:, 1:]
+    depth_BN, sees_BNN = own.depth_N.expand_as(own.tokens_BN), visible(own.parents_BN)
+    through = runs_through(own.tokens_BN, depth_BN, torch.tensor([[1, 2, 0, 5]]), sees_BNN)[:, 1:]
     hits = split.drafted_2BQ[0].sum() - WEIGHT * (-STEP * (torch.arange(CLASSES) + 0.5)).exp().sum()
     assert abs(nodes - 10) < 1e-4 and abs(hits - through.sum()) < 1e-4

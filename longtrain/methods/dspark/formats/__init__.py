@@ -40,15 +40,7 @@ def format_files(
     facts: dict[str, Any],
     name: str,
 ) -> dict[str, bytes]:
-    """Return the files of an exported folder, relative path -> content.
-
-    Args:
-        form: one of `NAMES`.
-        tensors: the module's state, by name.
-        config: hyperparameters.
-        target: the frozen target, for its embeddings, LM head and sizes.
-        facts: provenance of the training run.
-        name: the folder's name.
+    """Return the files of an exported folder, relative path -> content (`Formats.write`).
 
     Raises:
         ConfigError: engines that read this format would silently ignore a setting, or read it otherwise.

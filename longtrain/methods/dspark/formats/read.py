@@ -210,11 +210,7 @@ class BlockKeys:
         return slides if said is None else [said] * len(slides)
 
     def _refuse_others(self) -> None:
-        """Refuse drafts that compute something else than longtrain's.
-
-        Raises:
-            ArtifactError: the first key that says so.
-        """
+        """Refuse drafts that compute something else than longtrain's."""
         for keys in (self.raw, self.layer, self.nested, self.layer.part("rope_parameters")):
             for word, (value, names) in ONLY.items():
                 for key in names:

@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
 
 def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -> list[str]:
-    """Compare a folder with its record, if it has one, and with what engines make of it.
-
-    Args:
-        folder: a folder of either format.
-        target: the frozen target, to compare embeddings and to test the draft on text; None: skip these.
-        trained_by: see `read_folder`.
-
-    Returns:
-        A line for each comparison.
+    """Compare a folder with its record, if it has one, and with what engines make of it (`Formats.verify`).
 
     Raises:
         ArtifactError: a check failed; the message lists all failures in one line.

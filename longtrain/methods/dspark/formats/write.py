@@ -38,12 +38,7 @@ def window_key(form: str, window: int) -> int:
 
 
 def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
-    """Refuse settings that engines reading a format would silently ignore, or read otherwise.
-
-    Args:
-        form: the format.
-        config: hyperparameters.
-        info: the target; None: skip the check that depends on its vocabulary.
+    """Refuse settings that engines reading a format would ignore, or read otherwise (`Formats.refuse`).
 
     Raises:
         ConfigError: the format cannot express the draft's settings.

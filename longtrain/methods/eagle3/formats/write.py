@@ -46,12 +46,7 @@ def check_heads(config: Config, info: TargetInfo) -> None:
 
 
 def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
-    """Refuse settings that engines reading a format would silently ignore.
-
-    Args:
-        form: the format.
-        config: hyperparameters.
-        info: the target; None: skip checks that depend on its number of layers.
+    """Refuse settings that engines reading a format would silently ignore (`Formats.refuse`).
 
     Raises:
         ConfigError: the format cannot express the draft's settings.
