@@ -21,7 +21,7 @@ from longtrain.bench import clock
 from longtrain.bench.suites import Bench, Context, Row
 from longtrain.kernels import node_choice
 from longtrain.kernels.node_choice import Candidates, Rates, reference
-from longtrain.methods.prompt_lookup.split import LENGTHS, STEP, NodeSplit
+from longtrain.methods.prompt_lookup.split import NodeSplit
 from longtrain.settings import NOT_EMPTY, Count
 
 COLUMNS = {
@@ -80,8 +80,7 @@ class Cycle:
         matched_B = torch.full((batch,), 3)
         some = (tokens_BN, parents_BN, depth_N.expand(batch, -1), score_BN, copy_BK, matched_B)
         found = Candidates(*(one.to(device) for one in some))
-        split = NodeSplit(batch, device)
-        rates = Rates(split.copied_2BL, split.drafted_2BQ, torch.tensor(LENGTHS, device=device), STEP)
+        rates = NodeSplit(batch, device).rates
         keep = max(1, nodes - 1 + copied // 2)
         tokens_BX = node_choice.choose(found, rates, keep)[0]
         path_BP = torch.zeros(batch, copied + 1, dtype=torch.int64, device=device)

@@ -44,23 +44,22 @@ class NodeSplit:
         # [2, B, classes]: accepted, and seen
         self._fresh_copied = WEIGHT * torch.stack((prior_L, torch.ones_like(prior_L)))[:, None]
         self._fresh_drafted = WEIGHT * torch.stack((prior_Q, torch.ones_like(prior_Q)))[:, None]
-        self.copied_2BL = self._fresh_copied.repeat(1, batch, 1)
-        self.drafted_2BQ = self._fresh_drafted.repeat(1, batch, 1)
-        ends_E = torch.tensor(LENGTHS, device=device)
-        self._rates = Rates(self.copied_2BL, self.drafted_2BQ, ends_E, STEP)
+        fresh = self._fresh_copied.repeat(1, batch, 1), self._fresh_drafted.repeat(1, batch, 1)
+        self.rates = Rates(*fresh, torch.tensor(LENGTHS, device=device), STEP)
 
     def serves(self, batch: int, device: torch.device) -> bool:
         """Return True if the tables fit so many sequences."""
-        return self.copied_2BL.shape[1] == batch and self.copied_2BL.device == device
+        copied_2BL = self.rates.copied_2BL
+        return copied_2BL.shape[1] == batch and copied_2BL.device == device
 
     def begin(self) -> None:
         """Forget the text before."""
-        self.copied_2BL.copy_(self._fresh_copied.expand_as(self.copied_2BL))
-        self.drafted_2BQ.copy_(self._fresh_drafted.expand_as(self.drafted_2BQ))
+        self.rates.copied_2BL.copy_(self._fresh_copied.expand_as(self.rates.copied_2BL))
+        self.rates.drafted_2BQ.copy_(self._fresh_drafted.expand_as(self.rates.drafted_2BQ))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tables, which are updated in place."""
-        return self.copied_2BL, self.drafted_2BQ
+        return self.rates.copied_2BL, self.rates.drafted_2BQ
 
     def choose(
         self, own: TokenTree, copy_BK: Tensor, matched_B: Tensor, keep: int
@@ -81,7 +80,7 @@ class NodeSplit:
         assert own.score_BN is not None
         depth_BN = own.depth_N.expand_as(own.tokens_BN)
         found = Candidates(own.tokens_BN, own.parents_BN, depth_BN, own.score_BN, copy_BK, matched_B)
-        tokens_BX, parents_BX, depth_BX, copied_B1 = node_choice.choose(found, self._rates, keep)
+        tokens_BX, parents_BX, depth_BX, copied_B1 = node_choice.choose(found, self.rates, keep)
         tree = TokenTree(tokens_BX, parents_BX, depth_BX, copied=copy_BK.shape[1], copied_B1=copied_B1)
         return tree, found
 
@@ -93,4 +92,4 @@ class NodeSplit:
             tree: the tree that was verified.
             verdict: its accepted path; nothing is learned from a finished sequence.
         """
-        node_choice.learn(found, self._rates, tree.tokens_BN, verdict.path_BP, verdict.n_B, verdict.next_B)
+        node_choice.learn(found, self.rates, tree.tokens_BN, verdict.path_BP, verdict.n_B, verdict.next_B)

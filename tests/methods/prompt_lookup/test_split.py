@@ -50,14 +50,14 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
 def expected(own, scores, copy, matched, split, row, keep) -> set[tuple[int, ...]]:
     """The `keep` most probable of all paths, by the tables, one path at a time."""
     value: dict[tuple[int, ...], float] = {}
-    accepted, seen = (table[row].tolist() for table in split.drafted_2BQ)
+    accepted, seen = (table[row].tolist() for table in split.rates.drafted_2BQ)
     rates, least = [], 1.0
     for hits, tries in zip(accepted, seen, strict=True):
         least = min(least, hits / tries)
         rates.append(least)
     for path, score in zip(own, scores, strict=True):
         value[path] = math.log(rates[min(CLASSES - 1, int(-score / STEP))]) + 1e-3 * score
-    accepted, seen = (table[row].tolist() for table in split.copied_2BL)
+    accepted, seen = (table[row].tolist() for table in split.rates.copied_2BL)
     total = 0.0
     for step in range(len(copy)):
         kind = sum(end < matched + step for end in LENGTHS)
@@ -71,8 +71,8 @@ def expected(own, scores, copy, matched, split, row, keep) -> set[tuple[int, ...
 def test_the_most_probable_paths_are_verified():
     gen, batch, keep = torch.Generator().manual_seed(0), 60, 13
     split = NodeSplit(batch, torch.device("cpu"))
-    split.copied_2BL[0] *= torch.rand(batch, len(PRIOR), generator=gen)
-    split.drafted_2BQ[0] *= torch.rand(batch, CLASSES, generator=gen)
+    split.rates.copied_2BL[0] *= torch.rand(batch, len(PRIOR), generator=gen)
+    split.rates.drafted_2BQ[0] *= torch.rand(batch, CLASSES, generator=gen)
     own = drafted(gen, batch)
     copy_BK, matched_B = torch.randint(VOCAB, (batch, 8), generator=gen), torch.arange(batch) % 30
     copy_BK[:20, :2] = own.tokens_BN[:20, [1, 3]]  # often along the draft's nodes
@@ -139,11 +139,11 @@ def test_what_is_counted():
     copy_BK = torch.tensor([[1, 2, 3, 0, 0, 0]])
     _, seen = split.choose(own, copy_BK, torch.tensor([3]), 12)
     split.learn(seen, *accepted(torch.tensor([[1, 2, 0, 5]]), torch.tensor([4])))
-    right, tried = split.copied_2BL[:, 0] - WEIGHT * torch.stack((torch.tensor(PRIOR), torch.ones(10)))
+    right, tried = split.rates.copied_2BL[:, 0] - WEIGHT * torch.stack((torch.tensor(PRIOR), torch.ones(10)))
     assert torch.allclose(right, torch.tensor([0.0, 0, 0, 1, 1, 0, 0, 0, 0, 0]), atol=1e-6)
     assert torch.allclose(tried, torch.tensor([0.0, 0, 0, 1, 1, 1, 0, 0, 0, 0]), atol=1e-6)
-    nodes = split.drafted_2BQ[1].sum() - WEIGHT * CLASSES
+    nodes = split.rates.drafted_2BQ[1].sum() - WEIGHT * CLASSES
     depth_BN, sees_BNN = own.depth_N.expand_as(own.tokens_BN), visible(own.parents_BN)
     through = runs_through(own.tokens_BN, depth_BN, torch.tensor([[1, 2, 0, 5]]), sees_BNN)[:, 1:]
-    hits = split.drafted_2BQ[0].sum() - WEIGHT * (-STEP * (torch.arange(CLASSES) + 0.5)).exp().sum()
+    hits = split.rates.drafted_2BQ[0].sum() - WEIGHT * (-STEP * (torch.arange(CLASSES) + 0.5)).exp().sum()
     assert abs(nodes - 10) < 1e-4 and abs(hits - through.sum()) < 1e-4
