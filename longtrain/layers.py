@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+from torch.overrides import TorchFunctionMode
 
 from longtrain.kernels.fused_layer import rotated
 
@@ -34,6 +36,28 @@ class RMSNorm(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the functions of `torch.nn.init` where a tensor is on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Modules that are built in this context have parameters on the meta device: shapes without values.
+
+    On that device random numbers take far longer than on a CPU, and give nothing, so none are drawn.
+    """
+    with torch.device("meta"), _Unfilled():
+        yield
 
 
 class Startable(nn.Module):

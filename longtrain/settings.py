@@ -12,7 +12,7 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -181,11 +181,11 @@ def one_of(names: Iterable[str]) -> Any:
 
 
 def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
-    """Return the annotation of a list of distinct names, which is sorted in the order of `names`.
+    """Return the annotation of a list of distinct names, which keeps its order.
 
     Args:
         names: the allowed names.
-        all_if_empty: True reads an empty list or null as all names; False refuses it.
+        all_if_empty: True reads an empty list or null as all names, in their order; False refuses it.
     """
     known = tuple(names)
 
@@ -197,7 +197,7 @@ def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
         _different(values)
         if any(value not in known for value in values):
             raise ValueError("an unknown name")
-        return tuple(name for name in known if name in values)
+        return tuple(values)
 
     return Annotated[tuple[str, ...], BeforeValidator(chosen), Words(f"each once of {', '.join(known)}")]
 
@@ -209,6 +209,10 @@ def made_by(make: Callable[[Any], Any]) -> Any:
         make: the typed value, or an already converted one -> the value; raises ConfigError.
     """
     return BeforeValidator(make)
+
+
+rules_of: Callable[[type], Mapping[str, Any]] = lru_cache(partial(get_type_hints, include_extras=True))
+"""Settings dataclass -> the annotation of each of its fields; they are evaluated once."""
 
 
 def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterable[str] = ()) -> T:
@@ -223,7 +227,7 @@ def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterab
     Raises:
         ConfigError: an unknown or missing key, or a value that is not allowed.
     """
-    hints = get_type_hints(kind, include_extras=True)
+    hints = rules_of(kind)
     fields = [field for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     known = [field.name for field in fields]
     given = {key: value for key, value in values.items() if key in known or key not in ignore}
@@ -253,7 +257,7 @@ def check(settings: Any, group: str) -> None:
     Raises:
         ConfigError: a value is not allowed.
     """
-    hints = get_type_hints(type(settings), include_extras=True)
+    hints = rules_of(type(settings))
     for field in dataclasses.fields(settings):
         if field.init:
             value = convert(getattr(settings, field.name), hints[field.name], f"{group}.{field.name}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from longtrain import methods
+from longtrain import cli, methods
 from longtrain.cache.base import KVCache
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import ChildChoice, Parts, TokenTree, TreeShape
@@ -32,6 +36,11 @@ from longtrain.targets.model import Target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import OutputRequest
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Starts processes that need not import torch and transformers anew, which takes each 6 seconds."""
+PROCESSES.set_forkserver_preload(
+    ["longtrain.targets.loading", "lightning.pytorch", "rich.progress", "tests.helpers", "tests.training.toy"]
+)
 ONE_LAYER = {
     "model_type": "llama",
     "vocab_size": 61,
@@ -195,6 +204,19 @@ def target_from_model(model: Any, name: str = "in memory") -> Target:
     model.set_attn_implementation(NAME)
     info = describe(model, tokenizer=None, name=name, eos_ids=eos_ids_of(model.config, None))
     return Target(model, info)
+
+
+def in_a_process(words: Sequence[str], folder: Path) -> BaseProcess:
+    """Start `longtrain` with these words in a process of its own, in a folder."""
+    process = PROCESSES.Process(target=_longtrain, args=(list(words), folder))
+    process.start()
+    return process
+
+
+def _longtrain(words: list[str], folder: Path) -> None:
+    os.chdir(folder)
+    sys.argv = ["longtrain", *words]
+    cli.main()
 
 
 @contextmanager

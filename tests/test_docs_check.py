@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import check
+from docs import check, picture
 from longtrain import methods
 
 TAU = "<!-- recipes/results/longspec_small/main.scores.json\n{} = variants[name=main chain 4].{}\n-->\n"
@@ -16,6 +16,10 @@ PLACE = "lengths[length=2048].tau.value"
 
 def test_pages_state_what_is_so() -> None:
     assert [f"{page.name}: {one}" for page in check.PAGES for one in check.wrong(page)] == []
+
+
+def test_the_picture_of_readme_is_drawn_from_its_results() -> None:
+    assert picture.draw().startswith(b"\x89PNG")
 
 
 def test_pages_are_plain_markdown() -> None:

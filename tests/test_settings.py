@@ -75,9 +75,8 @@ def test_values_become_what_their_annotation_says() -> None:
     found = read(Probe, {"lengths": ["2k", 512], "share": 1, "count": 3.0}, "suite")
     assert found == Probe((512, 2048), 1.0, "exact", 3)
     assert isinstance(found.share, float) and isinstance(found.count, int)
-    assert (
-        convert([], some_of(["a", "b"]), "k") == ("a", "b") == convert(["b", "a"], some_of(["a", "b"]), "k")
-    )
+    assert convert([], some_of(["a", "b"]), "k") == ("a", "b")
+    assert convert(["b", "a"], some_of(["a", "b"]), "k") == ("b", "a")  # as it was given
     assert parse_tokens("1.5k") == 1536
 
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from longtrain import methods
@@ -49,6 +48,7 @@ from longtrain.assets import MANIFEST, artifact_kind
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line
 from longtrain.files import sealed, write_files
 from longtrain.folders import replaced_folder
+from longtrain.layers import shapes_alone
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch
@@ -377,7 +377,7 @@ class Artifact:
     def _empty_module(self, info: TargetInfo) -> nn.Module:
         config = self.typed_config()
         try:
-            with torch.device("meta"):
+            with shapes_alone():
                 return methods.get(self.method).build(config, info)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ArtifactError(

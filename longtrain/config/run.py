@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longtrain import methods
 from longtrain.config.groups import (
@@ -35,7 +35,7 @@ from longtrain.config.job_keys import (
 from longtrain.data.config import DataConfig, Listed, PackingStage
 from longtrain.errors import ConfigError
 from longtrain.features.settings import FeatureSettings
-from longtrain.settings import AUTO, Name, Text, convert, read, wrong
+from longtrain.settings import AUTO, Name, Text, convert, read, rules_of, wrong
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
 
@@ -318,7 +318,7 @@ class RunConfig:
         """Read and check the keys of a dataclass outside all groups; keys that the job lacks get their
         defaults.
         """
-        hints = get_type_hints(kind, include_extras=True)
+        hints = rules_of(kind)
         given = {key: self._key(key, hint) for key, hint in hints.items() if key in self.values}
         return kind(**given)
 

@@ -123,7 +123,9 @@ class Limits:
 
 
 def cannot_gain(draft: Draft | None, batch: int, tokens: int, *, chooses: bool) -> bool:
-    """True if a draft knows that it cannot be faster for these texts (see `Draft`); one line says why.
+    """True if a draft knows that it cannot be faster for these texts (see `Draft`).
+
+    Where it cannot, or its method is expected to be slower than plain decoding, one line says so.
 
     Args:
         draft: of an engine; the line comes once for each.
@@ -131,13 +133,16 @@ def cannot_gain(draft: Draft | None, batch: int, tokens: int, *, chooses: bool) 
         tokens: most tokens of a text.
         chooses: True if shapes are chosen at run time, so that the draft is left out.
     """
-    says = getattr(draft, "cannot_gain", None)
-    reason = says(batch, tokens) if says else ""
-    if reason and draft not in _told:
-        remedy = "it is left out" if chooses else "decode=auto leaves it out"
-        log.warning("%s; %s", reason, remedy)
+    cannot, slower = (
+        says(batch, tokens) if (says := getattr(draft, name, None)) else ""
+        for name in ("cannot_gain", "slower")
+    )
+    remedy = "the draft is left out" if chooses else "decode=auto leaves the draft out"
+    line = f"{cannot}; {remedy}" if cannot else slower
+    if line and draft not in _told:
+        log.warning("%s", line)
         _told.add(draft)
-    return bool(reason)
+    return bool(cannot)
 
 
 def check_drafted(tree: TokenTree, shape: TreeShape, batch: int) -> None:

@@ -183,10 +183,14 @@ class Draft(Protocol):
     draft that does nothing else, whose start takes next to no time. It takes the draft's place where that is
     left out of a call and cannot be restarted.
     `cannot_gain(batch, tokens)` says why drafts for so many texts of at most so many tokens cannot be faster
-    than plain decoding, as one line; empty: they can. `decode.shape=auto` then leaves the draft out.
+    than plain decoding on the same cache, as one line; empty: they can. `decode.shape=auto` then leaves the
+    draft out. `slower(batch, tokens)` says that the method, its cache included, is expected to be slower than
+    plain decoding without it, and what to do; empty: it is not.
     `cuts = True`: some nodes of its trees may be left out (`TokenTree.cut`). Nodes after the last one that
     any sequence has are not verified; the host reads their number in every cycle. Look-up is not joined to
     such a draft.
+    `smooth()` returns the draft with laws that rounding changes little, for golden outputs. It is needed
+    where a node has some tokens of the vocabulary only: rounding decides which one is the last of them.
     """
 
     outputs: OutputRequest

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, first_line
 from longtrain.files import read_json
+from longtrain.layers import shapes_alone
 from longtrain.methods.draft_folders import CONFIG, FOLDER, GOLDEN, MODEL, RECORD, fresh_norms, read_config
 from longtrain.methods.written_folders import changed_files
 
@@ -137,7 +138,7 @@ def draft_of(
     kind: Callable[[Any, TargetInfo], M], tensors: Mapping[str, Tensor], config: Any, info: TargetInfo
 ) -> M:
     """Build a draft's module from its tensors, in fp32 on the CPU."""
-    with torch.device("meta"):
+    with shapes_alone():
         module = kind(config, info)
     module = module.to_empty(device="cpu")
     module.load_state_dict({name: tensor.cpu() for name, tensor in tensors.items()})

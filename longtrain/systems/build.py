@@ -233,9 +233,14 @@ class Builder:
         draft = system.parts.draft
         if draft is None and (entry.shapes or entry.auto):
             raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
-        if entry.lookup == "auto" and (draft is None or getattr(draft, "cuts", False)):
-            has = f"{system.name} has {'' if draft is None else 'a draft that cuts its trees, and '}no draft"
-            raise ConfigError(f"{has} for lookup=auto to join; pass lookup=only, or leave it out")
+        if entry.lookup == "auto" and draft is None:
+            raise ConfigError(f"{system.name} has no draft for lookup=auto to join; pass lookup=only or off")
+        if entry.lookup == "auto" and getattr(draft, "cuts", False):
+            raise ConfigError(
+                f"{system.name} leaves out nodes of low confidence (method.min_confidence), and with copied "
+                "nodes (lookup=auto) their number is fixed, so nothing would be saved; pass min_confidence=0 "
+                "to join look-up, or leave out lookup"
+            )
         if draft is None:
             yield system
             return

@@ -22,6 +22,7 @@ from longtrain.cache.room import GIB, NoRoomError, free_bytes
 from longtrain.costs.footprint import Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
+from longtrain.layers import shapes_alone
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of, source_of
 from longtrain.targets.attention import NAME
@@ -276,7 +277,7 @@ def _ids_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _without_weights(config: Any, dtype: torch.dtype, name: str) -> Any:
     """Build a model whose parameters have shapes but no values."""
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             return AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Muon, Optimizer
 
-APART = ("lm_head", "embed", "markov_head")
+APART = ("lm_head", "embed", "markov_head", "codebook")
 """Names of matrices with one row per token; AdamW trains them, as Muon's authors advise."""
 
 

@@ -31,9 +31,11 @@ MADE = {
     "indexer": {},
     "dspark": {"layers": [0, 2], "n_layers": 2, "windows": [16, None], "target_kv": True, "markov_rank": 8}
     | {"draft_vocab_size": 40, "objective": "lk_hybrid", "gain": 3.0},
+    "dspark, DFlash2": {"layers": [0, 2], "n_layers": 2, "heads": "selector", "markov_rank": 8}
+    | {"conv_taps": 2, "selector_top": 9},
 }
-"""Method -> settings other than its defaults, and the gain of `module_of`: an untrained head of the draft's
-own is so flat that no other setting would show."""
+"""Method (and which of its drafts) -> settings other than its defaults, and the gain of `module_of`: an
+untrained head of the draft's own is so flat that no other setting would show."""
 
 SETS = {"pool", "queries", "by_mass", "sinks", "window", "recall_weight", "recall_entries"}
 OFFSETS = {"anchor_offset", "anchors", "offset_max_tokens", "offset_max_doc_tokens"}
@@ -60,6 +62,7 @@ IN_TRAINING = {
     | {"confidence_weight", "chunk_tokens"}
     | {"min_confidence", "start_norm"},  # which of the same nodes are verified; how a new draft begins
 }
+IN_TRAINING["dspark, DFlash2"] = IN_TRAINING["dspark"] | {"selector_weight"}
 """Settings that nothing depends on once a module is trained."""
 
 
@@ -70,7 +73,10 @@ STEERS = {
     "kvzap": {"sinks", "window"},
     "specontext": {"variant", "row", "sets"},
     "indexer": {"dims"},
-    "dspark": {"block_size", "heads", "sample_from_anchor", "target_kv", "draft_vocab_size"},
+    "dspark": {"block_size", "heads", "sample_from_anchor", "target_kv", "draft_vocab_size"}
+    | {"conv_taps", "conv_group", "selector_top", "selector_weight"},  # both: refused without a selector
+    "dspark, DFlash2": {"block_size", "heads", "sample_from_anchor", "conv_taps", "conv_group"}
+    | {"selector_top", "markov_rank"},
 }
 """Settings of which this test must have changed some: those that decide what is drafted, kept or read."""
 
@@ -82,7 +88,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def artifacts(target):
-    return {name: made_of(name, target, **settings) for name, settings in MADE.items()}
+    return {name: made_of(name.split(",")[0], target, **settings) for name, settings in MADE.items()}
 
 
 def changed(made: Artifact, folder, **parts) -> Artifact:
@@ -109,7 +115,7 @@ def others(kind: type, key: str, value) -> list:
 
 @pytest.mark.parametrize("name", MADE)
 def test_every_setting_that_steers_is_covered(name, target, artifacts, tmp_path):
-    made, kind = artifacts[name], methods.config_class(name)
+    made, kind = artifacts[name], methods.config_class(name.split(",")[0])
     changed(made, tmp_path / "same").build(target)
     taken, refused = set(), set()
     for key, value in made.config.items():
@@ -167,6 +173,15 @@ def test_one_entry_is_enough(target, artifacts):
     golden = dataclasses.replace(made.golden, own={**made.golden.own, "kept_LGS": kept_LGS})
     with pytest.raises(ArtifactError, match="chooses by stored scores"):
         verify(golden, made._parts, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_that_exchanges_candidates_is_rounding(dtype):
+    """The last candidate of a slot in one dtype is another one in another dtype."""
+    shape = {**SHAPES["llama_micro"], "num_hidden_layers": 6, "vocab_size": 2000}
+    made = made_of("dspark", random_target(shape, seed=0, dtype=dtype), **MADE["dspark, DFlash2"])
+    for other in (torch.float32, torch.bfloat16, torch.float16):
+        assert verify(made.golden, made._parts, random_target(shape, seed=0, dtype=other)) < 0.01
 
 
 @pytest.mark.parametrize("name", ["lookaheadkv", "kvzap", "specontext", "indexer"])

@@ -24,6 +24,7 @@ TOKEN = "a_token_of_no_known_form"
 
 SERVER = """
 import json, os, sys
+import huggingface_hub.hf_api, lightning.pytorch, matplotlib.pyplot
 from huggingface_hub import constants
 from longtrain.artifact import Artifact
 from longtrain.artifact.found import find

@@ -17,6 +17,7 @@ from longtrain.data.chat import mask as masks
 from longtrain.data.chat.bounded import MEMORY
 from longtrain.data.packing.prepare import prepare
 from longtrain.data.read import encoder as encoder_module
+from longtrain.data.read import processes
 from longtrain.data.read.adapters import Document
 from longtrain.data.read.encoder import Encoder, encode, usual_workers
 from longtrain.data.read.kept import KeptText
@@ -24,6 +25,7 @@ from longtrain.data.read.processes import Processes
 from longtrain.errors import DataError
 from tests.data.conftest import TEMPLATE
 from tests.data.test_preparation import config
+from tests.helpers import PROCESSES
 
 MEGABYTE = 2**20
 PREPARE = """
@@ -55,6 +57,12 @@ def words_folder(tmp_path_factory):
     inner.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick_starts(monkeypatch):
+    """Processes start with everything imported, save those of a parent that is killed."""
+    monkeypatch.setattr(processes, "get_context", lambda _: PROCESSES)
 
 
 def word(number):

@@ -29,7 +29,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.calls: list[tuple[Any, tuple, dict, list[torch.Tensor]]] = []
         self._first = True
         with self:
             work()
@@ -39,7 +39,9 @@ class Tape(TorchDispatchMode):
         name = func.name().removeprefix("aten::").split(".")[0]
         assert name not in HOST, f"{name} asks the host"
         out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, out))
+        results = tensors_of(out)
+        if not (func.is_view and all(memory(one) == memory(args[0]) for one in results)):
+            self.calls.append((func, args, kwargs, results))  # what a view shows is written by others
         return out
 
     def replay(self) -> None:
@@ -49,9 +51,21 @@ class Tape(TorchDispatchMode):
             return
         for func, args, kwargs, before in self.calls:
             now = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            for old, new in zip(before, tensors_of(now), strict=True):
+                if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where the numbers begin of which a tensor shows all or some."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's result; most give just one."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 class Graph:

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import KVCache
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.expansion import Level, TreeExpansion
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import HashRng, Rng, Sampling
 from longtrain.kernels import beam, devices
-from longtrain.targets.step import OutputRequest, TargetStep
+from longtrain.targets.step import OutputRequest
 
-from .toys import ToyTarget
+from .toys import OracleDraft, ToyTarget
 
 VOCAB = 12
 LOGITS = ("sure", "even", "nan", "inf", "all -inf")
@@ -33,7 +32,7 @@ def _only_the_beam(monkeypatch):
         monkeypatch.setattr(devices, "interpreted", lambda: False)
 
 
-class TableDraft:
+class TableDraft(OracleDraft):
     """A draft whose logits depend on depth and token alone.
 
     Below the first level: "sure", one token has probability 1, by logits of many sizes, so that the score of
@@ -59,23 +58,14 @@ class TableDraft:
         else:
             self.table_DVV[1:, ::2, 4] = float(logits)
 
-    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        self.cache = cache
-
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, rng: Rng) -> TokenTree:
         return self.expansion.grow(self._logits, root_B, torch.zeros_like(root_B), shape, sampling, rng)
 
     def _logits(self, level: Level) -> Tensor:
         return self.table_DVV[level.depth, level.tokens_BM]
 
-    def observe(self, tree: TokenTree, verdict: object, step: TargetStep) -> None:
-        pass
-
     def bytes(self) -> int:
         return self.table_DVV.nbytes
-
-    def tensors(self) -> None:
-        return None
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
@@ -99,7 +89,7 @@ def test_a_node_is_one_deeper_than_its_parent_and_no_more_probable(logits, keep)
 def test_the_text_is_the_plain_one(logits, sampling):
     target = ToyTarget(VOCAB)
     prompts = [[1, 2, 3], [5], [0, 4, 4, 4, 2, 9, 11, 3], [7, 7]][2 if INTERPRETED else 0 :]
-    new = 20 if INTERPRETED else 60
+    new = 8 if INTERPRETED else 60
     plain = Engine(target).generate(prompts, max_new_tokens=new, sampling=sampling)
     drafted = Engine(target, Parts(draft=TableDraft(logits)), limits=Limits(batch=100_000))
     for keep in (1,) if INTERPRETED else (1, 3):

@@ -6,7 +6,6 @@ before may be lost, and what is read afterwards is what one of those who wrote i
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -31,6 +30,7 @@ from longtrain.settings import Name, convert
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
 from tests.artifact.hub_server import Hub
+from tests.helpers import PROCESSES
 from tests.training import toy
 
 from .victims import hashed, module_artifact
@@ -42,8 +42,6 @@ FINE, REFUSED, BARE = 0, 3, 4
 """How a forked process ends: it did its work, refused it in one line, or raised something else."""
 PATIENCE = 60.0
 """Seconds after which a process counts as hanging."""
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "lightning.pytorch", "tests.training.toy"])
 
 
 @dataclass(frozen=True)

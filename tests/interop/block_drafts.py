@@ -113,7 +113,7 @@ def our_blocks(
     logits = target.head(hidden) if module.lm_head is None else module.lm_head(hidden)
     found = {"hidden": hidden, "logits": logits}
     if module.markov_head is not None:
-        found["logits"] = logits + module.markov_head(before)
+        found["logits"] = module.markov_head(logits, hidden, before)
         if module.confidence_head is not None:
             found["confidence"] = module.confidence_head(hidden, module.markov_head.markov_w1(before))
     return found

@@ -168,7 +168,7 @@ def greedy(
     for slot in range(hidden.shape[1]):
         logits = head(hidden[:, slot])
         if module.markov_head is not None:
-            logits = logits + module.markov_head(before)
+            logits = module.markov_head(logits, hidden[:, slot], before)
             if module.confidence_head is not None:
                 embed = module.markov_head.markov_w1(before)
                 confidence.append(module.confidence_head(hidden[:, slot], embed).sigmoid())

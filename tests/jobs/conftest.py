@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
+from tests.helpers import HEADS_OF_64
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,21 @@ def target_folder(tmp_path_factory):
     config = AutoConfig.for_model(**{**SHAPES["llama_micro"], "vocab_size": 256, "eos_token_id": None})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_target(tmp_path_factory):
+    """A folder with a micro target that has the bundled one's tokenizer and chat template.
+
+    QuantSpec takes its heads.
+    """
+    folder, bundled = tmp_path_factory.mktemp("chat"), asset_dir("bundled") / "tiny"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**HEADS_OF_64, "vocab_size": 4096, "eos_token_id": 3})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled / name, folder)
     return folder
 
 

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from longtrain.data.chat import mask as masks
 from longtrain.data.chat.asked import Asking, Unanswered, WeightedQuestions
 from longtrain.data.config import DataConfig
 from longtrain.data.packing.prepared import Prepared
-from longtrain.data.read import encoder
+from longtrain.data.read import encoder, processes
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.jobs import answers as job
+from longtrain.jobs import parts
 from longtrain.jobs.answering import batches
 from longtrain.jobs.answering.ahead import Ahead
 from longtrain.jobs.answering.batches import AnswerBatches, Conversation
@@ -31,7 +33,9 @@ from longtrain.jobs.answering.files import AnswerFiles
 from longtrain.jobs.answering.places import Places
 from longtrain.journals import Journal
 from longtrain.targets.loading import load_target, random_target
+from longtrain.targets.shapes import SHAPES
 from tests.families import usual
+from tests.helpers import PROCESSES
 from tests.targets.test_window_layers import shape_of
 
 SETTINGS = {"target": "fake", "seed": 0}
@@ -403,11 +407,11 @@ def chats(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def answered_whole(tmp_path_factory):
+def answered_whole(tmp_path_factory, chat_target):
     """The folder and the rows of a run that nobody stops."""
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        return answer_chats(patch, home, write_chats(home / "chats.jsonl"))
+        return answer_chats(patch, home, chat_target, write_chats(home / "chats.jsonl"))
 
 
 def write_chats(path):
@@ -416,21 +420,23 @@ def write_chats(path):
     return path
 
 
-def answer_chats(monkeypatch, tmp_path, chats, *words, home="one"):
+def answer_chats(monkeypatch, tmp_path, target, chats, *words, home="one"):
     run(
-        monkeypatch, "answers", "target=tiny", "data=conversations", f"data.conversations={chats}", "name=a",
-        f"home={tmp_path / home}", "decode.max_new_tokens=40", "batch=2", *words,
+        monkeypatch, "answers", f"target.path={target}", "data=conversations", f"data.conversations={chats}",
+        "name=a", f"home={tmp_path / home}", "decode.max_new_tokens=40", "batch=2", *words,
     )  # fmt: skip
     folder = tmp_path / home / "runs" / "a" / "answers" / "rows"
     return folder, [json.loads(line) for path in sorted(folder.iterdir()) for line in path.open()]
 
 
-def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypatch, tmp_path, answered_whole):
+def test_the_answers_are_the_targets_own_and_are_read_as_conversations(
+    monkeypatch, tmp_path, answered_whole, chat_target
+):
     from longtrain.data.chat.mask import render_prompt
 
     folder, rows = answered_whole
     assert len(rows) == 5  # of seven prompts, two were asked before
-    target = load_target("tiny")
+    target = load_target(chat_target)
     for row in rows:
         ids = render_prompt(target.tokenizer, row["messages"][:1], name="x").tolist()
         whole = Engine(target).generate(
@@ -447,7 +453,7 @@ def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypat
     run(
         monkeypatch,
         "prepare",
-        "target=tiny",
+        f"target.path={chat_target}",
         "data=conversations",
         f"data.conversations={folder}",
         home,
@@ -459,7 +465,9 @@ def test_the_answers_are_the_targets_own_and_are_read_as_conversations(monkeypat
     assert all(row["messages"][1]["content"].strip() in shown for row in rows) and "What is" not in shown
 
 
-def test_a_resumed_run_of_the_engine_writes_the_same_rows(monkeypatch, tmp_path, chats, answered_whole):
+def test_a_resumed_run_of_the_engine_writes_the_same_rows(
+    monkeypatch, tmp_path, chats, answered_whole, chat_target
+):
     whole, rows = answered_whole
     real, calls = Places.step, []
 
@@ -471,9 +479,9 @@ def test_a_resumed_run_of_the_engine_writes_the_same_rows(monkeypatch, tmp_path,
 
     monkeypatch.setattr(Places, "step", stops)
     with pytest.raises(SystemExit) as stopped:
-        answer_chats(monkeypatch, tmp_path, chats, home="two")
+        answer_chats(monkeypatch, tmp_path, chat_target, chats, home="two")
     assert stopped.value.code == 130
-    cut, again = answer_chats(monkeypatch, tmp_path, chats, home="two")
+    cut, again = answer_chats(monkeypatch, tmp_path, chat_target, chats, home="two")
     by_key = lambda row: row["key"]  # noqa: E731
     assert sorted(again, key=by_key) == sorted(rows, key=by_key) and len(calls) > 51
     assert [path.name for path in cut.iterdir()] == [path.name for path in whole.iterdir()]
@@ -525,32 +533,32 @@ def test_first_prompts_do_not_wait_for_much_text(tmp_path, monkeypatch):
         assert len(tokenised) == (2, 4, 4, 4)[n]  # of 40: those of the first batch of each source
 
 
-def test_a_stopped_run_keeps_its_answers_and_is_no_success(monkeypatch, tmp_path, chats, capsys):
+def test_a_stopped_run_keeps_its_answers_and_is_no_success(monkeypatch, tmp_path, chats, capsys, chat_target):
     asked = iter([False] * 60)
     monkeypatch.setattr(job.parts, "stopping", lambda: nullcontext(lambda: next(asked, True)))
     with pytest.raises(SystemExit) as stopped:
-        answer_chats(monkeypatch, tmp_path, chats)
+        answer_chats(monkeypatch, tmp_path, chat_target, chats)
     assert stopped.value.code == 1 and "the same command goes on" in capsys.readouterr().err
     kept = len((tmp_path / "one/runs/a/answers/rows/part-0-of-1.jsonl").read_text().splitlines())
     monkeypatch.undo()
-    _, rows = answer_chats(monkeypatch, tmp_path, chats)
+    _, rows = answer_chats(monkeypatch, tmp_path, chat_target, chats)
     assert 0 < kept < len(rows) == 5
 
 
-def test_prompts_need_no_answer_to_be_asked(monkeypatch, tmp_path):
+def test_prompts_need_no_answer_to_be_asked(monkeypatch, tmp_path, chat_target):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "Name a bird."}\n{"instruction": "Name a fish.", "output": null}\n')
-    _, rows = answer_chats(monkeypatch, tmp_path, path)
+    _, rows = answer_chats(monkeypatch, tmp_path, chat_target, path)
     asked = sorted(row["messages"][0]["content"] for row in rows)
     assert asked == ["Name a bird.", "Name a fish."] and all(len(row["messages"]) == 2 for row in rows)
 
 
-def test_data_without_a_prompt_is_refused(monkeypatch, tmp_path, capsys):
+def test_data_without_a_prompt_is_refused(monkeypatch, tmp_path, capsys, chat_target):
     path = tmp_path / "chats.jsonl"
     for text, said in (("", "documents=0"), ('{"messages": []}\n', "1 conversations without a question")):
         path.write_text(text)
         with pytest.raises(SystemExit):
-            answer_chats(monkeypatch, tmp_path, path)
+            answer_chats(monkeypatch, tmp_path, chat_target, path)
         shown = capsys.readouterr().err
         assert "the data gives no prompt to answer: documents=" in shown and said in shown
 
@@ -572,19 +580,19 @@ def test_documents_are_asked_about_with_a_question(monkeypatch, tmp_path):
         assert question == "What is it?" and len(piece) > 50 and piece in text
 
 
-def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatch, tmp_path):
+def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatch, tmp_path, chat_target):
     from longtrain.data.chat.mask import render_prompt
 
     (tmp_path / "books").mkdir()
     text = " ".join(f"Word {n} of a long document." for n in range(400))
     (tmp_path / "books" / "a.txt").write_text(text)
     run(
-        monkeypatch, "answers", "target=tiny", "data=text", f"data.text={tmp_path}/books", "data.prompts=3",
-        f"home={tmp_path}", "name=a", "decode.max_new_tokens=8", "decode.temperature=0",
+        monkeypatch, "answers", f"target.path={chat_target}", "data=text", f"data.text={tmp_path}/books",
+        "data.prompts=3", f"home={tmp_path}", "name=a", "decode.max_new_tokens=8", "decode.temperature=0",
         "document_tokens=[64,200]", "turns=[2,3]", "ask={text: [One?, Two?, {last: [Three?]}]}", "batch=2",
     )  # fmt: skip
     (path,) = (tmp_path / "runs" / "a" / "answers" / "rows").iterdir()
-    rows, target = [json.loads(line) for line in path.open()], load_target("tiny")
+    rows, target = [json.loads(line) for line in path.open()], load_target(chat_target)
     assert len(rows) == 3
     for row in rows:
         turns = row["messages"]
@@ -608,9 +616,10 @@ def test_several_questions_on_a_text_get_the_answers_of_fresh_prompts(monkeypatc
 def test_conversations_are_those_of_fresh_prompts_in_any_batch_and_stopped_anywhere(
     tmp_path, sampling, dtype, batch
 ):
-    """Questions of 1, 2 and 30 tokens; a tenth of all tokens ends an answer, and the last are cut."""
-    target, most, asked = load_target("tiny", dtype=dtype), 12, ("2", "30", "1")
-    ends = frozenset(range(0, target.info.vocab_size, 10))
+    """Questions of 1, 2 and 30 tokens; a sixth of all tokens ends an answer, and the last are cut."""
+    target = random_target({**SHAPES["llama_micro"], "vocab_size": 128}, seed=1, dtype=dtype)
+    most, asked = 12, ("2", "30", "1")
+    ends = frozenset(range(0, target.info.vocab_size, 6))
     given = [replace(one, more=asked[number % 4 :], more_tokens=50) for number, one in enumerate(prompts(6))]
 
     def following(messages, before, name):
@@ -725,15 +734,18 @@ def test_forms_of_questions_are_drawn_by_weight_and_none_twice():
         (["batch=0"], "batch=0; allowed:"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(monkeypatch, tmp_path, chats, capsys, words, said):
+def test_settings_that_cannot_work_are_refused_at_once(
+    monkeypatch, tmp_path, chats, capsys, words, said, chat_target
+):
     with pytest.raises(SystemExit):
-        answer_chats(monkeypatch, tmp_path, chats, "dry_run=true", *words)
+        answer_chats(monkeypatch, tmp_path, chat_target, chats, "dry_run=true", *words)
     assert said in capsys.readouterr().err and not (tmp_path / "one").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="starts processes")
-def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, answered_whole):
-    folder, parted = answer_chats(monkeypatch, tmp_path, chats, "shards=2", home="two")
+def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, answered_whole, chat_target):
+    monkeypatch.setattr(parts, "multiprocessing", SimpleNamespace(get_context=lambda _: PROCESSES))
+    folder, parted = answer_chats(monkeypatch, tmp_path, chat_target, chats, "shards=2", home="two")
     keys = [sorted(row["key"] for row in some) for some in (answered_whole[1], parted)]
     assert keys[0] == keys[1] and len(list(folder.iterdir())) <= 2
 
@@ -796,7 +808,8 @@ def test_of_rows_that_cannot_be_written_the_next_call_tells(tmp_path, monkeypatc
     assert len(content(tmp_path).splitlines()) == 1
 
 
-def test_processes_make_the_prompts_of_one_process(tmp_path, chats):
+def test_processes_make_the_prompts_of_one_process(tmp_path, chats, monkeypatch):
+    monkeypatch.setattr(processes, "get_context", lambda _: PROCESSES)
     (tmp_path / "books").mkdir()
     for number in range(5):
         words = " ".join(f"Page {page} of book {number}." for page in range(200))

@@ -59,9 +59,8 @@ def test_acceptance_by_position_and_depth_with_and_without_a_cut(composed, artif
         assert positions[0]["from"] == 1 and all(row["tau"]["value"] >= 1 for row in positions)
     assert cut["acceptance"]["tau"]["value"] <= whole["acceptance"]["tau"]["value"]
     both = "suite.systems=[{artifact: draft,min_confidence: 0.9,lookup: auto}]"
-    with pytest.raises(
-        ConfigError, match=r"a draft that cuts its trees, and no draft for lookup=auto to join"
-    ):
+    says = r"low confidence \(method.min_confidence\).*nothing would be saved; pass min_confidence=0 to join"
+    with pytest.raises(ConfigError, match=says):
         evaluation.run(composed("eval", *EVAL, "artifact=null", f"suite.text={text}", both))
     with pytest.raises(ConfigError, match=r"min_confidences"):
         evaluation.run(composed("eval", *EVAL, "artifact=null", systems.replace("fidence:", "fidences:")))

@@ -173,8 +173,9 @@ def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run
     assert "snapkv@48 has no draft: its acceptance length has no meaning here" in found["notes"]
 
 
-def test_a_method_without_training_needs_no_artifact(run, results):
-    run("artifact=null", "method=quantspec", "target.path=tiny", "lengths=[128]", "suite.speed_prompts=0")
+def test_a_method_without_training_needs_no_artifact(run, results, chat_target):
+    target = f"target.path={chat_target}"
+    run("artifact=null", "method=quantspec", target, "lengths=[128]", "suite.speed_prompts=0")
     assert [system["name"] for system in results()["systems"]] == ["full", "quantspec"]
 
 

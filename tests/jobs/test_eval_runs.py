@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from longtrain.evaluation.suites.longbench import SPECS
 from longtrain.jobs import eval as evaluation
 from longtrain.jobs import eval_setup, parts
 from longtrain.progress import Progress
+from tests.helpers import in_a_process
 
 TASKS = ("hotpotqa", "trec", "lcc")
 ROWS = 4
@@ -96,16 +98,9 @@ def whole(run) -> list[bytes]:
 def command(overrides, target_folder, tmp_path):
     """`command(name, *changes)`: the same in a process of its own."""
 
-    def start(name: str, *changes: str) -> subprocess.Popen[str]:
+    def start(name: str, *changes: str) -> BaseProcess:
         words = [*overrides, f"target.path={target_folder}", "target.device=cpu", f"home={tmp_path}"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "longtrain", "eval", *words, *changes, f"name={name}", "quiet=true"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
+        return in_a_process(["eval", *words, *changes, f"name={name}", "quiet=true"], tmp_path)
 
     return start
 
@@ -120,21 +115,21 @@ def units(folder: Path) -> int:
     return sum(content.count(b"\n") for content in found) - len(found)
 
 
-def wait_for(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+def wait_for(process: BaseProcess, folder: Path, count: int) -> None:
     """Until so many units are finished, while the process runs."""
     end = time.monotonic() + 300
     while units(folder) < count:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.is_alive(), "it ended by itself"
         assert time.monotonic() < end, "nothing comes"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def test_a_killed_run_goes_on_and_its_result_is_that_of_a_whole_one(run, command, whole, tmp_path):
     folder = tmp_path / "runs" / "killed" / "eval" / "longbench"
     process = command("killed")
     wait_for(process, folder, 3)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     done = units(folder)
     assert 3 <= done < UNITS and not (folder / "results.json").exists()
     (journal,) = (folder / "journals").glob("full*.jsonl")

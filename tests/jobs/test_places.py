@@ -15,11 +15,12 @@ from longtrain.targets.shapes import SHAPES
 
 SAMPLED = Sampling(temperature=0.8, seed=3)
 MOST = 12
+SHAPE = {**SHAPES["llama_micro"], "vocab_size": 400}
 
 
 @pytest.fixture(scope="module")
 def target():
-    return load_target("tiny")
+    return random_target(SHAPE, seed=1)
 
 
 def prompts(lengths, seed=0):
@@ -139,7 +140,7 @@ def test_questions_that_are_read_together_get_the_answers_of_fresh_prompts(
     sampling, dtype, device, monkeypatch
 ):
     """Places with texts of other lengths, whose answers ended at other steps, and others that decode on."""
-    target, reads = load_target("tiny", device=device, dtype=dtype), []
+    target, reads = random_target(SHAPE, seed=1, device=device, dtype=dtype), []
     real = target.forward
 
     def forward(rows, *args, outputs, **options):
@@ -224,7 +225,7 @@ def test_a_text_may_fill_its_place_to_the_last_slot(target):
 
 
 def test_a_damaged_target_is_refused(target):
-    broken = load_target("tiny")
+    broken = random_target(SHAPE)
     broken.model.model.norm.weight.data.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="NaN or infinite"):
         Places(broken, 1, 40, Sampling()).begin([0], prompts([9]), [0], most=4)

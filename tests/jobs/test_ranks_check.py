@@ -50,7 +50,7 @@ def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "MASTER"))}
     return subprocess.run(
         [*started, "dry_run=true", *words],
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env={**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=280,

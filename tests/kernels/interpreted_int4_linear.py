@@ -31,7 +31,7 @@ def layer_of(features, inputs, group, *, bias=False):
         (TILES[1], 8, 96, 32),
         (TILES[2], 32, 320, 64),
         (TILES[0], 24, 448, 64),
-        (TILES[1], 64, 2048, 128),
+        (TILES[1], 16, 2048, 128),
     ],
 )
 def test_product(tile, features, inputs, group):

@@ -6,11 +6,18 @@ import pytest
 import torch
 from node_choice_cases import SIZES, candidates, chains, rates, same_as_torch, tables_on, verdict
 
+from longtrain.kernels import greedy
 from longtrain.kernels.node_choice import choose, learn, reference
 
 
+@pytest.fixture(autouse=True)
+def _ancestors_in_torch(monkeypatch):
+    """The reference's: otherwise they come from a kernel too, which is interpreted for most of the time."""
+    monkeypatch.setattr(greedy, "runs_on", lambda device: False)
+
+
 @pytest.mark.corners
-@pytest.mark.parametrize("seeds", [3])
+@pytest.mark.parametrize("seeds", [2])
 @pytest.mark.parametrize("case", SIZES, ids=str)
 def test_choices_and_tables_are_torchs(case, seeds):
     same_as_torch("cpu", case, batch=12, seeds=seeds)

@@ -33,10 +33,11 @@ def tool() -> str:
 
 def checked(*words: str) -> subprocess.CompletedProcess:
     """`small_launches.py` under the tool."""
+    paths = os.pathsep.join([str(HERE.parent.parent), *sys.path])
     command = [tool(), "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable]
     done = subprocess.run(
         [*command, HERE / "small_launches.py", *words],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         check=False,

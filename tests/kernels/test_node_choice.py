@@ -17,6 +17,7 @@ from node_choice_cases import (
     verdict,
 )
 
+from longtrain.errors import ConfigError
 from longtrain.kernels.node_choice import choose, learn, reference
 
 LARGE = [(11, 8, 13), (64, 14, 40), (100, 32, 60), (128, 8, 127)]
@@ -37,6 +38,14 @@ def test_copies_that_run_along_chains(copies):
     some, tables = chains(copies)
     for keep in (7, 18):
         assert same_choices(tables, some, keep, choose(some, tables, keep)) == 2
+
+
+@pytest.mark.parametrize("keep", [0, -1, 8])
+def test_more_nodes_than_there_are_and_none_are_refused(keep):
+    some, tables = candidates(2, 5, 3, 0), rates(2, 0)
+    with pytest.raises(ConfigError, match=rf"^keep={keep}; allowed: 1 to 7, the nodes and the copied tokens"):
+        choose(some, tables, keep)
+    assert choose(some, tables, 7)[0].shape == (2, 8)
 
 
 def test_a_parent_comes_before_a_child_that_is_rounded_above_it():

@@ -292,7 +292,7 @@ def run(folder, kind):
         layer.mlp.gate.e_score_correction_bias.uniform_(-0.1, 0.1)
     model.save_pretrained(folder / "experts")
     tokenizer_files(folder / "experts")
-    torch.multiprocessing.spawn(main, (str(folder), kind), nprocs=WORLD)
+    torch.multiprocessing.start_processes(main, (str(folder), kind), nprocs=WORLD, start_method="forkserver")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 

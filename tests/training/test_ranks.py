@@ -1,6 +1,5 @@
 """Ranks wait for the first one without a time limit, and notice when it fails or is gone."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,10 +15,8 @@ from longtrain.errors import ConfigError, LongtrainError, TrainingError
 from longtrain.training import ranks
 from longtrain.training.loop import build_trainer
 from longtrain.training.settings import LoopConfig
+from tests.helpers import PROCESSES
 from tests.training import toy
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "lightning.pytorch", "rich.progress"])
 
 
 def work(rank, port, how, folder):

@@ -1,6 +1,5 @@
 """A run that was killed, stopped or cut short goes on exactly where it was."""
 
-import multiprocessing
 import os
 import random
 import resource
@@ -17,11 +16,9 @@ from longtrain.training import checkpoint, table
 from longtrain.training.callbacks import Stopped
 from longtrain.training.loop import build_trainer
 from longtrain.training.settings import LoopConfig
+from tests.helpers import PROCESSES
 
 from . import toy
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "lightning.pytorch", "rich.progress"])
 
 
 def start(folder, *settings):

@@ -4,7 +4,6 @@ Gloo on this machine stands for the network. With more than two ranks a sum's la
 bucket a gradient lies, which two ranks do not show. Slow: twelve processes start.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,13 +14,12 @@ import pytest
 import torch
 
 from longtrain.training import checkpoint, table
+from tests.helpers import PROCESSES
 
 from . import toy
 
 pytestmark = pytest.mark.slow
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "lightning.pytorch", "rich.progress"])
 NODES, TASKS = 2, 2
 RANKS = NODES * TASKS
 SETTINGS = (

@@ -3,7 +3,6 @@
 Lightning's strategy refuses a CPU; the toy leaves that out, and the rest is what runs on GPUs.
 """
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -19,10 +18,10 @@ from longtrain.training import checkpoint, table
 from longtrain.training import strategy as strategies
 from longtrain.training.loop import build_trainer
 from longtrain.training.settings import LoopConfig
+from tests.helpers import PROCESSES
 
 from . import toy
 
-PROCESSES = multiprocessing.get_context("forkserver")
 ZERO = "accumulate=2", "devices=2"
 COMMON = "steps=8", "checkpoint_every_steps=3", "gradient_clip_val=0.05", "val_every=4"
 

@@ -204,10 +204,12 @@ def _ask_draft(
     """Return the log-distribution at each forced token at temperature 1: logq_CDV (nats).
 
     The LM head's input, which no draft reads, is returned among the inputs too if it is stored (`LAST`).
+    A draft of a few tokens of the vocabulary gives the laws of its `smooth` counterpart (`roles.Draft`).
 
     Raises:
         ArtifactError: the draft does not sample its tokens with the generator it is given.
     """
+    draft = getattr(draft, "smooth", lambda: draft)()
     asked = tuple(dict.fromkeys((*draft.outputs.hidden, *((-1,) if LAST in stored else ()))))
     device, expected = target.device, replace(draft.outputs, logits="none", hidden=asked)
     ids_BT, roots_C = stored["ids_T"][None].to(device), stored["roots_C"].to(device)

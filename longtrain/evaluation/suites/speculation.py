@@ -118,6 +118,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         tasks.append(task)
         notes += remarks
         departures += documents.departures_of(name, options, sampling)
+    tasks.sort(key=lambda task: options.tasks.index(task.name))
     if others and corpora:
         departures.append("tasks of LongSpec and of QuantSpec together")
     title = CORPORA[corpora[0]].title if len(corpora) == 1 else documents.TITLE

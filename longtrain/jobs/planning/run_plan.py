@@ -164,10 +164,10 @@ class RunPlan:
     @cached_property
     def _optimized(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that the method trains, by name, on the meta device."""
-        import torch
-
         spec = self.trained_method
-        with torch.device("meta"):
+        from longtrain.layers import shapes_alone
+
+        with shapes_alone():
             module = spec.build(self.config, None if spec.export is not None else self.info)
         return self.cfg.optim.trainable(module.named_parameters())
 

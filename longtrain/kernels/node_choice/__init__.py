@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import runs_on
 from longtrain.kernels.node_choice import reference
 from longtrain.kernels.node_choice.reference import deepest, runs_through
@@ -79,7 +80,14 @@ def choose(found: Candidates, rates: Rates, keep: int) -> tuple[Tensor, Tensor, 
     Returns:
         tokens_BX, parents_BX and depth_BX of the chosen nodes, the root first, then the draft's, then the
         copied; and copied_B1, the number of these. int64.
+
+    Raises:
+        ConfigError: `keep` is not from 1 to N - 1 + K. That as many are left where the copy runs through the
+            draft's nodes is for the caller to see to: to check it the host would wait for the device.
     """
+    most = found.tokens_BN.shape[1] - 1 + found.copy_BK.shape[1]
+    if not 1 <= keep <= most:
+        raise refusal(ConfigError, f"keep={keep}", f"1 to {most}, the nodes and the copied tokens")
     if not runs_on(found.copy_BK.device):
         return reference.choose(found, rates, keep)
     from longtrain.kernels.node_choice import kernel

@@ -9,7 +9,8 @@ from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive,
 
 FORMATS = ("speculators", "flat")
 """Values of `export format=`: folders for vLLM, and for vLLM and SGLang."""
-HEADS = ("none", "markov", "markov_confidence")
+MARKOV, SELECTOR = ("markov", "markov_confidence"), "selector"
+HEADS = ("none", *MARKOV, SELECTOR)
 OBJECTIVES = ("ce_l1", "lk_hybrid")
 FEWEST_SLOTS = 4
 """Smallest block: golden outputs, which every export records, draft as many tokens."""
@@ -19,7 +20,7 @@ MOST_ROWS = 128
 
 @dataclass
 class Config:
-    """A DSpark draft and how it is trained (DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036)."""
+    """A DSpark draft and how it is trained (DSpark, arXiv 2607.05147; DFlash, arXiv 2602.06036; DFlash2)."""
 
     layers: list[int] | None = None  # target layers whose outputs are read, lowest first (0-based), without
     # the last one; null: five, spread evenly from the second to the third from the end
@@ -32,8 +33,16 @@ class Config:
     # layer, as LongSpec's draft does, and store none: with windows in the others the draft's cache has a
     # constant size
     heads: Annotated[str, OneOf(*HEADS)] = "markov_confidence"  # none: as DFlash; markov: the token before
-    # corrects a slot's logits; markov_confidence: and each slot predicts whether its token is accepted
-    markov_rank: Count = 256  # rank of that correction
+    # corrects a slot's logits; markov_confidence: and each slot predicts whether its token is accepted;
+    # selector: as DFlash2, the token before and the slot's state choose among the slot's likeliest tokens
+    markov_rank: Count = 256  # rank of that correction, or of the selector's scores
+    selector_top: Count = 16  # heads=selector: candidates of a slot, the likeliest tokens by the LM head; no
+    # other one is drafted
+    selector_weight: NotNegative = 1.0  # heads=selector: weight of the cross-entropy of that choice to the
+    # target's likeliest token, which replaces the last candidate where it is none
+    conv_taps: CountOrZero = 0  # as DFlash2 (2), convolutions over so many rows of a block, each and those
+    # before it, before and after the attention and the MLP of each layer; 0: none
+    conv_group: Count = 16  # with conv_taps: channels that share the part of its kernel that a row decides
     sample_from_anchor: bool = True  # the block's first slot, which is the newest token, predicts the next
     # one; False: as DFlash, each masked slot predicts its own token, and the block has one slot more
     draft_vocab_size: CountOrZero = 0  # tokens that the draft can propose, the most frequent ones of the
@@ -103,6 +112,21 @@ class Config:
             if one.name in unused and getattr(self, one.name) != one.default:
                 allowed = f"{one.default} where method.objective={self.objective}, which does not use it"
                 raise wrong(f"method.{one.name}", getattr(self, one.name), allowed)
+        for name, switch, off in (
+            ("selector_top", "heads", self.heads != SELECTOR),
+            ("selector_weight", "heads", self.heads != SELECTOR),
+            ("confidence_weight", "heads", self.heads == SELECTOR),
+            ("conv_group", "conv_taps", not self.conv_taps),
+        ):
+            usual = getattr(Config, name)
+            if off and getattr(self, name) != usual:
+                allowed = f"{usual} where method.{switch}={getattr(self, switch)}, which does not use it"
+                raise wrong(f"method.{name}", getattr(self, name), allowed)
+        if self.conv_taps > self.rows:
+            raise wrong("method.conv_taps", self.conv_taps, f"0 to {self.rows}, the rows of a block")
+        if self.draft_vocab_size and self.heads == SELECTOR:
+            allowed = "0 where method.heads=selector, which chooses among all tokens (or heads=markov)"
+            raise wrong("method.draft_vocab_size", self.draft_vocab_size, allowed)
         if self.draft_vocab_size and self.objective == "ce_l1":
             allowed = "0 where method.objective=ce_l1, whose cross-entropy needs every token (or lk_hybrid)"
             raise wrong("method.draft_vocab_size", self.draft_vocab_size, allowed)
@@ -116,6 +140,11 @@ class Config:
     def rows(self) -> int:
         """Rows of a block: its slots, and the anchor's own if that predicts nothing."""
         return self.block_size if self.sample_from_anchor else self.block_size + 1
+
+    @property
+    def candidates(self) -> int:
+        """Tokens of a slot that can be drafted, the likeliest by the LM head alone; 0: all."""
+        return self.selector_top if self.heads == SELECTOR else 0
 
     @property
     def most_levels(self) -> int:

@@ -4,7 +4,8 @@ The formulas follow the phases of `objective`, `chunked`, `loss` and `kernels.an
 not been compared with measurements yet.
 
 Shapes: T tokens of a packed sequence, E hidden dim, I inner dim of the MLP, n layers of the target that are
-read, L layers of the draft, F rank of the Markov head, V tokens of the target's vocabulary, K of the draft's.
+read, L layers of the draft, F rank of the Markov head or the selector, V tokens of the target's vocabulary, K
+of the draft's.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class DraftWeights(NamedTuple):
     """Numbers of weights.
 
     Args:
-        layer: of one layer.
+        layer: of one layer, with its convolutions.
         fc: of `fc`.
-        embedding: of the Markov head's embedding, of which a token reads one row.
-        markov: of the Markov head's matrix.
+        embedding: of tables of which a token reads one row, the Markov head's or both of the selector.
+        markov: of the matrix that is read whole for a slot, the Markov head's or the selector's.
         head: of the draft's own LM head; 0: the target's.
+        learned: of the table of drafted tokens, whose gradient the loss sums up.
     """
 
     layer: int
@@ -50,6 +52,7 @@ class DraftWeights(NamedTuple):
     embedding: int
     markov: int
     head: int
+    learned: int
 
 
 def draft_weights(config: Config, size: Sizes) -> DraftWeights:
@@ -58,27 +61,37 @@ def draft_weights(config: Config, size: Sizes) -> DraftWeights:
     fc = len(layers_of(config, size.n_layers)) * E * E
     rank, drafted = 0 if config.heads == "none" else config.markov_rank, draft_vocab(config, size.vocab_size)
     head = E * drafted if config.draft_vocab_size else 0
-    return DraftWeights(E * (2 * wide + 2 * kv + 3 * inner), fc, rank * size.vocab_size, rank * drafted, head)
+    layer = E * (2 * wide + 2 * kv + 3 * inner + 2 * _kernels(config, E))
+    embedding, markov = rank * size.vocab_size, rank * drafted
+    if config.candidates:
+        embedding, markov = 2 * embedding, rank * E
+    return DraftWeights(layer, fc, embedding, markov, head, rank * drafted)
+
+
+def _kernels(config: Config, E: int) -> int:
+    """Return the numbers of both kernels of a row in one sublayer's convolutions."""
+    return 2 * config.conv_taps * (E // config.conv_group)
 
 
 def training(config: Config, size: Sizes, row: PackedSequence, trained: int, itemsize: int) -> StepCost:
     """Estimate a step: keys and values of all tokens without a graph, the blocks, keys and values again.
 
     Saved for backward per row of a block and layer, in 16-bit numbers: two norms with inputs in fp32 and
-    outputs (6 E), the MLP (4 I), queries and their rotation and outputs (5 HD), own K and V (3 GD); per token
-    of a chunk once the states that are read, and the keys before norm and rotation.
+    outputs (6 E), the MLP (4 I), queries and their rotation and outputs (5 HD), own K and V (3 GD), and for
+    each tap of the four convolutions a kernel and a row (8 E); per token of a chunk once the states that are
+    read, and the keys before norm and rotation.
 
     Note: every token is counted as a label, and slots predict as many different tokens as they can.
     """
     E, (wide, kv, inner) = size.hidden_size, _widths(config, size)
-    layer, fc, _, markov, head = draft_weights(config, size)
+    layer, fc, _, markov, head, learned = draft_weights(config, size)
     K = draft_vocab(config, size.vocab_size)
     L, V, n = config.n_layers, size.vocab_size, len(layers_of(config, size.n_layers))
     T, chunk = row.tokens, min(config.chunk_tokens or row.tokens, row.tokens)
     rows = T * config.rows // config.anchor_every
     slots = T * config.block_size // config.anchor_every
     at_once = min(chunk, rows) if config.chunk_tokens else rows
-    each = L * (6 * E + 4 * inner + 5 * wide + 3 * kv)
+    each = L * (6 * E + 4 * inner + 5 * wide + 3 * kv + 8 * config.conv_taps * E + 2 * _kernels(config, E))
     # K and V, what a chunk leaves on them, and its sum in fp32; one layer's part of it in fp32 in a backward
     own, last = sum(config.own_layers), 0 if all(config.own_layers) else 2 * kv
     shared = 2 * own * kv * T * (2 * itemsize + 4) + 2 * kv * T * 4
@@ -87,7 +100,7 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
     numbers = V + 2 * K
     block = min(at_once, max(16, LOSS_BYTES // (numbers * itemsize)))
     # both matrices in 16 bits, their gradients and a product
-    loss = block * numbers * itemsize + (2 * 4 + itemsize) * (markov + head)
+    loss = block * numbers * itemsize + (2 * 4 + itemsize) * (learned + head)
     chunks = -(-rows // max(at_once, 1))
     document = row.attended
     seen = sum(min(2 * window, document) if window else document for window in config.layer_windows)
@@ -112,13 +125,13 @@ def training(config: Config, size: Sizes, row: PackedSequence, trained: int, ite
 
 
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
-    """Estimate a cycle: one pass of all layers over a block; the Markov head per level; then the target.
+    """Estimate a cycle: one pass of all layers over a block; Markov head or selector per level; the target.
 
     Note: attention is counted with the target's number of heads, even if the draft has another, and with
         every token where only some layers have a window.
     """
     width = Width(8 * itemsize, 8 * itemsize)
-    layer, fc, embedding, markov, head = draft_weights(config, size)
+    layer, fc, embedding, markov, head, _ = draft_weights(config, size)
     counted = config.n_layers * size.layer + (size.head if head else 0)  # what they read of the target
     windows = config.layer_windows
     seen = None if None in windows else max(one for one in windows if one is not None)

@@ -7,15 +7,35 @@ D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from longtrain.kernels.fused_layer import Rotation, RowPositions, Slots, enter_rows
 from longtrain.methods.draft_layer import JoinedLayer, normed
+from longtrain.methods.dspark.conv import BlockConv
+from longtrain.targets.fused import Dense
 
 if TYPE_CHECKING:
     from longtrain.methods.dspark.modules import DSparkDraft
+
+
+class JoinedConv(NamedTuple):
+    """The convolutions around a sublayer, over the rows of all blocks together (`conv.BlockConv`)."""
+
+    conv: BlockConv
+    projection: Dense
+
+    def enter(self, x_NE: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return the sublayer's input, [N, E], and the kernels for its output; `shape` is [B, R]."""
+        dynamic_BRX = self.projection(x_NE).unflatten(0, shape)
+        inner_BRE, dynamic = self.conv(x_NE.unflatten(0, shape), dynamic_BRX)
+        return inner_BRE.flatten(0, 1), dynamic
+
+    def leave(self, y_NE: Tensor, dynamic_BROG: Tensor) -> Tensor:
+        """Return the sublayer's output, [N, E]."""
+        return self.conv.finish(y_NE.unflatten(0, dynamic_BROG.shape[:2]), dynamic_BROG).flatten(0, 1)
 
 
 class FusedDSpark:
@@ -29,6 +49,12 @@ class FusedDSpark:
         self.draft = draft
         self.blocks = [draft.block_layer(i) for i in range(len(draft.layers))]
         self.layers = [JoinedLayer(block.self_attn, block.mlp) for block in self.blocks]
+        dense, pairs = self.layers[0].dense, [(block.attention_conv, block.mlp_conv) for block in self.blocks]
+        self.convs = [
+            [JoinedConv(conv, dense(conv.kernel_projection)) for conv in pair if conv is not None]
+            for pair in pairs
+        ]
+        """For each layer the convolutions around its attention and around its MLP, if it has them."""
         self.fc = self.layers[0].dense(draft.fc)
         self.head = None if draft.lm_head is None else self.layers[0].dense(draft.lm_head)
         """The draft's own LM head; None: the target's."""
@@ -75,8 +101,16 @@ class FusedDSpark:
         for index, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             if index:
                 x_NE = normed(z_NE, block.input_layernorm)
+            convs, dynamic = self.convs[index], None
+            if convs:
+                x_NE, dynamic = convs[0].enter(x_NE, ids_BR.shape)
             q_NHD = layer.query(x_NE, rope, slots(index))
-            mixed_BRHD = attend(index, q_NHD.unflatten(0, ids_BR.shape))
-            z_NE = layer.out(mixed_BRHD.reshape(len(z_NE), -1), z_NE)
-            z_NE = layer.plus_mlp(z_NE, block.post_attention_layernorm)
+            mixed_NX = attend(index, q_NHD.unflatten(0, ids_BR.shape)).reshape(len(z_NE), -1)
+            if dynamic is None:
+                z_NE = layer.out(mixed_NX, z_NE)
+                z_NE = layer.plus_mlp(z_NE, block.post_attention_layernorm)
+                continue
+            z_NE = z_NE + convs[0].leave(layer.out(mixed_NX), dynamic)
+            x_NE, dynamic = convs[1].enter(normed(z_NE, block.post_attention_layernorm), ids_BR.shape)
+            z_NE = z_NE + convs[1].leave(layer.down(layer.gate_up.swiglu(x_NE)), dynamic)
         return normed(z_NE, self.draft.norm).unflatten(0, ids_BR.shape)[:, self.draft.first :]

@@ -10,8 +10,17 @@ the token before), q = softmax(z), p the target's distribution and y the token o
 
 With a vocabulary of the draft's own q is over its tokens, and `losses.draft` says what the hybrid is then.
 
+With a selector W2 and b are its table and its context, and this loss is that of u = h U' alone. To it comes
+the cross-entropy of the choice among the C candidates of the largest u, with scores u + b W2':
+
+    value += selector * (-log softmax(score)_y),  y the target's likeliest token
+
+Where y is no candidate it replaces the last one, in training alone, as in speculators 0.9.0 (DFlash2's
+authors have not published an objective).
+
 Shapes: N slots, W tokens that slots predict, E hidden dim, V vocabulary, K tokens that the draft can propose
-(V, unless it has a vocabulary of its own), F rank of the Markov head, R slots of a block.
+(V, unless it has a vocabulary of its own), F rank of the Markov head, R slots of a block, C candidates, D
+candidates and the target's token.
 """
 
 from __future__ import annotations
@@ -33,11 +42,13 @@ class SlotLoss(NamedTuple):
         total: weighted sum, with a gradient, nats; fp32 (fp64 in fp64).
         accept_N: share of the draft's samples that the target accepts, 1 - |q - p|_1 / 2; no gradient.
         hit_N: bool, the draft's most likely token is the target's; no gradient.
+        known_N: bool, the target's likeliest token is a candidate; True without a selector; no gradient.
     """
 
     total: Tensor
     accept_N: Tensor
     hit_N: Tensor
+    known_N: Tensor
 
 
 class Weighing(NamedTuple):
@@ -48,12 +59,16 @@ class Weighing(NamedTuple):
         ce: for ce_l1 the factor of the cross-entropy to the data.
         l1: for ce_l1 the factor of the L1 distance to the target's distribution.
         kl_decay: for lk_hybrid how fast the weight of the KL divergence falls with the accepted share.
+        selector: factor of the cross-entropy of the choice among candidates.
+        candidates: C; 0: there is no selector.
     """
 
     objective: str = "ce_l1"
     ce: float = 0.1
     l1: float = 0.9
     kl_decay: float = 3.0
+    selector: float = 1.0
+    candidates: int = 0
 
 
 class Learned(NamedTuple):
@@ -104,10 +119,11 @@ def slot_loss(
 
     Args:
         hidden_NE: the draft's input of the head.
-        before_NF: Markov embedding of the token before each slot's; None: no correction.
+        before_NF: context of each slot (`heads.PathHead`), such as the Markov embedding of the token before;
+            None: no correction.
         markov_KF: the matrix W2; None: no correction.
         learned: what to learn; no gradient flows into it.
-        weighing: the objective and its factors; ce_l1 needs the whole vocabulary.
+        weighing: the objective and its factors; ce_l1 and candidates need the whole vocabulary.
         head_KE: the draft's own head; None: the target's.
         block_rows: slots whose logits exist at once; 0: as many as fit the budget.
 
@@ -134,7 +150,7 @@ class _SlotLoss(torch.autograd.Function):
         own_KE: Tensor | None,
         learned: Learned,
         settings: tuple[Weighing, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `slot_loss`."""
         (weighing, rows), (labels_N, weights_N) = settings, (learned.labels_N, learned.weights_N)
         head_KE = learned.head_VE if own_KE is None else own_KE.to(hidden_NE.dtype)
@@ -144,6 +160,7 @@ class _SlotLoss(torch.autograd.Function):
         scale = weighing.ce + 2 * weighing.l1 if authors else 1.0
         label_1N, weight_1N = labels_N[None], (weights_N.to(wide) * scale)[None]
         hit_1N = torch.empty_like(label_1N, dtype=torch.bool)
+        known_N = torch.ones_like(hit_1N[0])
         value_1N, accept_1N = torch.empty_like(weight_1N), torch.empty_like(weight_1N)
         pairs = (torch.zeros_like(label_1N), weight_1N, value_1N, hit_1N, label_1N, accept_1N)
         w2_KF = None if markov_KF is None else markov_KF.to(hidden_NE.dtype)
@@ -156,11 +173,15 @@ class _SlotLoss(torch.autograd.Function):
             for a in range(0, len(labels_N), rows):
                 part = slice(a, a + rows)
                 z_RK = hidden_NE[part] @ head_KE.t()
-                if before_NF is not None and w2_KF is not None:
+                teacher, choice = learned.teacher(part), None
+                if before_NF is not None and w2_KF is not None and weighing.candidates:
+                    factor_R = weights_N[part].to(wide) * weighing.selector
+                    choice = _choose(z_RK, before_NF[part], w2_KF, teacher, factor_R, weighing.candidates)
+                elif before_NF is not None and w2_KF is not None:
                     z_RK.addmm_(before_NF[part], w2_KF.t())
                 draft_passes(
                     z_RK[None],
-                    learned.teacher(part),
+                    teacher,
                     learned.draft_ids_K,
                     DraftPairs(*(one_1N[:, part] for one_1N in pairs)),
                     objective="ce_tv" if authors else weighing.objective,
@@ -169,19 +190,30 @@ class _SlotLoss(torch.autograd.Function):
                     kl_decay=weighing.kl_decay,
                 )
                 # the logits are their gradient now
+                if choice is not None:
+                    value_1N[0, part] += choice.value_R
+                    accept_1N[0, part], hit_1N[0, part] = choice.accept_R, choice.hit_R
+                    known_N[part] = choice.known_R
+                    z_RK.scatter_add_(1, choice.ids_RD, choice.grad_RD.to(z_RK.dtype))
                 if grad_NE is not None:
                     grad_NE[part] = z_RK @ head_KE
                 if grad_NF is not None and grad_KF is not None and before_NF is not None:
                     assert w2_KF is not None
-                    grad_NF[part] = z_RK @ w2_KF
-                    grad_KF += z_RK.t() @ before_NF[part]
+                    if choice is None:
+                        grad_NF[part] = z_RK @ w2_KF
+                        grad_KF += z_RK.t() @ before_NF[part]
+                    else:
+                        grad_RD1 = choice.grad_RD[..., None]
+                        grad_NF[part] = (grad_RD1 * w2_KF[choice.ids_RD]).sum(1)
+                        each_RDF = grad_RD1 * before_NF[part][:, None]
+                        grad_KF.index_add_(0, choice.ids_RD.flatten(), each_RDF.flatten(0, 1))
                 if grad_KE is not None:
                     grad_KE += z_RK.t() @ hidden_NE[part]
         ctx.save_for_backward(grad_NE, grad_NF, grad_KF, grad_KE)
         ctx.dtypes = [None if one is None else one.dtype for one in (markov_KF, own_KE)]
         accept_N, hit_N = accept_1N[0], hit_1N[0]
-        ctx.mark_non_differentiable(accept_N, hit_N)
-        return value_1N.sum(), accept_N, hit_N
+        ctx.mark_non_differentiable(accept_N, hit_N, known_N)
+        return value_1N.sum(), accept_N, hit_N, known_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,3 +222,47 @@ class _SlotLoss(torch.autograd.Function):
         pairs = zip(summed, ctx.dtypes, strict=True)
         markov, head = (one if one is None else one.to(dtype) for one, dtype in pairs)
         return hidden, before, markov, head, None, None
+
+
+class _Choice(NamedTuple):
+    """The choice among the candidates of some slots.
+
+    Args:
+        value_R: weighted cross-entropy.
+        accept_R: as in `SlotLoss`, of the choice that decoding makes.
+        hit_R: likewise.
+        known_R: as in `SlotLoss`.
+        ids_RD: the candidates and the target's token.
+        grad_RD: gradient of the weighted cross-entropy to their scores; 0 for the one that is left out.
+    """
+
+    value_R: Tensor
+    accept_R: Tensor
+    hit_R: Tensor
+    known_R: Tensor
+    ids_RD: Tensor
+    grad_RD: Tensor
+
+
+def _choose(
+    base_RK: Tensor, context_RF: Tensor, codes_KF: Tensor, teacher: TeacherLogits, weight_R: Tensor, top: int
+) -> _Choice:
+    """Score the candidates of some slots, and learn to choose the target's token among as many."""
+    at_RC = base_RK.topk(min(top, base_RK.shape[1])).indices
+    C, label_R1 = at_RC.shape[1], teacher.best_B[:, None]
+    same_RC = at_RC == label_R1
+    known_R1 = same_RC.any(1, keepdim=True)
+    ids_RD = torch.cat((at_RC, label_R1), 1)
+    score_RD = base_RK.gather(1, ids_RD) + (codes_KF[ids_RD] @ context_RF[..., None])[..., 0]
+    score_RD = score_RD.to(weight_R.dtype)
+    # the token is counted once; where it is no candidate, it takes the place of the last
+    left_out_R1 = torch.where(known_R1, C, C - 1)
+    logp_RD = score_RD.scatter(1, left_out_R1, float("-inf")).log_softmax(1)
+    place_R1 = torch.where(known_R1, same_RC.int().argmax(1, keepdim=True), C)
+    value_R = -logp_RD.gather(1, place_R1)[:, 0] * weight_R
+    grad_RD = logp_RD.exp().scatter_add(1, place_R1, -torch.ones_like(logp_RD[:, :1])) * weight_R[:, None]
+    served_RC = score_RD[:, :C]
+    p_RC = (teacher.logit_BK.gather(1, at_RC).to(weight_R.dtype) - teacher.all_B[:, None]).exp()
+    accept_R = torch.minimum(served_RC.softmax(1), p_RC).sum(1)
+    hit_R = same_RC.gather(1, served_RC.argmax(1, keepdim=True))[:, 0]
+    return _Choice(value_R, accept_R, hit_R, known_R1[:, 0], ids_RD, grad_RD)

@@ -7,6 +7,7 @@ tokens that the draft can propose, F rank of the Markov head. `...` stands for a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
-from longtrain.methods.dspark.config import draft_vocab, layers_of
+from longtrain.methods.dspark.config import MARKOV, SELECTOR, draft_vocab, layers_of
+from longtrain.methods.dspark.conv import BlockConv, around, check_groups
+from longtrain.methods.dspark.heads import CandidateSelector, ConfidenceHead, MarkovHead, PathHead
 
 if TYPE_CHECKING:
     from longtrain.methods.dspark.config import Config
@@ -44,31 +47,9 @@ class BlockLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size)
-
-
-class MarkovHead(nn.Module):
-    """Corrects a slot's logits by the token before it: `markov_w2 markov_w1[token]`."""
-
-    def __init__(self, vocab_size: int, rank: int, drafted: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return what is added to the logits [..., K] after tokens [...]."""
-        return self.markov_w2(self.markov_w1(ids))
-
-
-class ConfidenceHead(nn.Module):
-    """Predicts the logit of a slot's token being accepted, where all before it were."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(inputs, 1)
-
-    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return logits [...] of slots [..., E] after tokens with Markov embeddings [..., F]."""
-        return self.proj(torch.cat((hidden, before), -1)).squeeze(-1)
+        taps, group = config.conv_taps, config.conv_group
+        self.attention_conv = BlockConv(E, taps, group) if taps else None
+        self.mlp_conv = BlockConv(E, taps, group) if taps else None
 
 
 class DSparkDraft(nn.Module):
@@ -81,17 +62,20 @@ class DSparkDraft(nn.Module):
 
     `z = z + SA(norm(z), [c ; norm(z)]);  z = z + MLP(norm(z))`
 
-    Slot k predicts token p + k + 1 by `head(norm(z)) + W2 W1[x_{p+k}]`; the head is the target's, or one of
-    the draft's own over a part of the vocabulary (`draft_vocab_size`).
+    With `conv_taps` each of the two is between two convolutions (`BlockConv`).
+
+    Slot k predicts token p + k + 1 by `head(norm(z)) + W2 W1[x_{p+k}]`, or by a selector (`PathHead`); the
+    head is the target's, or one of the draft's own over a part of the vocabulary (`draft_vocab_size`).
 
     Args:
         config: hyperparameters.
         info: the target's shapes.
 
     Raises:
-        TargetMismatchError: a layer that the target does not have below its last.
+        TargetMismatchError: a layer that the target does not have below its last, or groups of channels that
+            do not fill its hidden size.
 
-    Source: DSpark eq. 2-5, 7 and the authors' code.
+    Source: DSpark eq. 2-5, 7 and the authors' code; DFlash2's authors' code for the two options.
     """
 
     mask_id: Tensor
@@ -108,6 +92,8 @@ class DSparkDraft(nn.Module):
                 "about the output of the last layer)"
             )
         E, eps = info.hidden_size, config.rms_norm_eps or info.rms_norm_eps
+        if config.conv_taps:
+            check_groups(config.conv_group, E)
         self.first = 0 if config.sample_from_anchor else 1
         """Row of a block that predicts the token after the anchor."""
         factors = torch.ones(len(self.read) * E) if config.level_inputs else None
@@ -122,7 +108,9 @@ class DSparkDraft(nn.Module):
         self.norm = RMSNorm(E, eps)
         rank, whole = config.markov_rank, info.vocab_size
         drafted = draft_vocab(config, whole)
-        self.markov_head = MarkovHead(whole, rank, drafted) if config.heads != "none" else None
+        self.markov_head = MarkovHead(whole, rank, drafted) if config.heads in MARKOV else None
+        selects, top = config.heads == SELECTOR, min(config.selector_top, whole)
+        self.candidate_selector = CandidateSelector(whole, E, rank, top) if selects else None
         own = bool(config.draft_vocab_size)
         self.lm_head = nn.Linear(E, drafted, bias=False) if own else None
         """The LM head of the draft's vocabulary; None: the target's."""
@@ -136,11 +124,14 @@ class DSparkDraft(nn.Module):
             if tensor.ndim == 2:
                 nn.init.normal_(tensor, std=0.02)
         nn.init.constant_(self.norm.weight, config.start_norm)
-        if self.markov_head is not None:
-            # Nothing is corrected at first: training begins as DFlash's. The embeddings are large, because a
-            # row of them changes only in steps with its token, and the matrix learns as fast as they are.
-            nn.init.normal_(self.markov_head.markov_w1.weight)
-            nn.init.zeros_(self.markov_head.markov_w2.weight)
+        for part in self.modules():
+            if isinstance(part, PathHead | BlockConv):
+                part.start()
+
+    @property
+    def path_head(self) -> PathHead | None:
+        """What corrects a slot's logits by the token before it; None: nothing."""
+        return self.markov_head if self.markov_head is not None else self.candidate_selector
 
     @property
     def scale(self) -> float:
@@ -188,9 +179,13 @@ class DSparkDraft(nn.Module):
         z_ARE = embed_ARE
         for index in range(len(self.layers)):
             layer = self.block_layer(index)
-            x_ARE = layer.input_layernorm(z_ARE)
-            q_ARHD = layer.self_attn.query(x_ARE, rope)
-            mixed_ARHD = attend(index, q_ARHD, *layer.self_attn.keys_values(x_ARE, rope))
-            z_ARE = z_ARE + layer.self_attn.output(mixed_ARHD)
-            z_ARE = z_ARE + layer.mlp(layer.post_attention_layernorm(z_ARE))
+            mixing = partial(self._attended, index, rope, attend)
+            z_ARE = z_ARE + around(layer.attention_conv, layer.input_layernorm(z_ARE), mixing)
+            z_ARE = z_ARE + around(layer.mlp_conv, layer.post_attention_layernorm(z_ARE), layer.mlp)
         return self.norm(z_ARE[:, self.first :])
+
+    def _attended(self, index: int, rope: Rope, attend: Attend, x_ARE: Tensor) -> Tensor:
+        """Return the output of a layer's attention."""
+        attention = self.block_layer(index).self_attn
+        q_ARHD = attention.query(x_ARE, rope)
+        return attention.output(attend(index, q_ARHD, *attention.keys_values(x_ARE, rope)))

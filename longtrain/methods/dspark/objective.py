@@ -57,28 +57,30 @@ class _SlotSums:
     """Sums over all blocks, by slot, each fp64 [K].
 
     Args:
-        total_6K: all of the following, which are its rows.
+        total_7K: all of the following, which are its rows.
         hits: slots whose most likely token is the target's, after such slots only.
         cases: slots after such slots only.
         accept: accepted shares.
         reach: products of the accepted shares up to each slot.
         error: distances of the confidence from the accepted share.
         valid: slots that learn.
+        known: slots of which the target's likeliest token is a candidate.
     """
 
-    total_6K: Tensor
+    total_7K: Tensor
     hits: Tensor
     cases: Tensor
     accept: Tensor
     reach: Tensor
     error: Tensor
     valid: Tensor
+    known: Tensor
 
     @classmethod
     def zero(cls, slots: int, device: torch.device) -> _SlotSums:
         """Return sums over no blocks."""
-        total_6K = torch.zeros(6, slots, dtype=torch.float64, device=device)
-        return cls(total_6K, *total_6K)
+        total_7K = torch.zeros(7, slots, dtype=torch.float64, device=device)
+        return cls(total_7K, *total_7K)
 
     def add(self, valid_AK: Tensor, at_N: Tensor, found: SlotLoss, confidence_N: Tensor | None) -> None:
         """Add a chunk's blocks.
@@ -91,13 +93,14 @@ class _SlotSums:
         """
         accept_N = found.accept_N
         error_N = torch.zeros_like(accept_N) if confidence_N is None else (confidence_N - accept_N).abs()
-        each_3S = accept_N.new_zeros(3, valid_AK.numel(), dtype=torch.float64)
-        each_3S[:, at_N] = torch.stack((found.hit_N.to(accept_N.dtype), accept_N, error_N)).double()
-        each_3AK = each_3S.view(3, *valid_AK.shape)
-        right_AK, reach_AK = each_3AK[:2].cumprod(2)
+        each_4S = accept_N.new_zeros(4, valid_AK.numel(), dtype=torch.float64)
+        hit_N, known_N = (one.to(accept_N.dtype) for one in (found.hit_N, found.known_N))
+        each_4S[:, at_N] = torch.stack((hit_N, accept_N, error_N, known_N)).double()
+        each_4AK = each_4S.view(4, *valid_AK.shape)
+        right_AK, reach_AK = each_4AK[:2].cumprod(2)
         alive_AK = valid_AK * pad(right_AK[:, :-1], (1, 0), value=1.0)
-        parts = (right_AK, alive_AK, each_3AK[1], reach_AK, each_3AK[2], valid_AK)
-        self.total_6K.add_(torch.stack([part.double() for part in parts]).sum(1))
+        parts = (right_AK, alive_AK, each_4AK[1], reach_AK, each_4AK[2], valid_AK, each_4AK[3])
+        self.total_7K.add_(torch.stack([part.double() for part in parts]).sum(1))
 
 
 class DSparkObjective(Objective):
@@ -116,7 +119,7 @@ class DSparkObjective(Objective):
     Raises:
         ConfigError: offsets beyond the target's context.
 
-    Source: DSpark eq. 9-12 and the authors' code.
+    Source: DSpark eq. 9-12 and the authors' code; speculators 0.9.0 for the selector's part.
     Note: the authors divide by the sum of weights of an optimiser step. Here the divisor is the number of its
         labels, which differs by a factor that is close to 1 and constant where labelled spans are long; it is
         known before a step begins, whatever its micro-batches and ranks are.
@@ -141,7 +144,8 @@ class DSparkObjective(Objective):
         all slots before; `accept/depth_k`, the share of samples of slot k that the target accepts, with the
         data's tokens before it; `tau`, the mean over blocks of 1 (the target's own token) plus the number of
         slots before the first wrong one; `tau_sampled`, the same by the accepted shares; `confidence_error`,
-        the mean distance of the confidence from the accepted share. Slots without a label add nothing to the
+        the mean distance of the confidence from the accepted share; `candidate_recall`, the share of slots
+        whose likeliest token by the target the selector can choose. Slots without a label add nothing to the
         two `tau`, which are a little low for it.
         """
         row = self._read(batch)
@@ -169,6 +173,8 @@ class DSparkObjective(Objective):
         metrics["tau_sampled"] = (sums.reach.sum() + blocks, blocks)
         if self.module.confidence_head is not None:
             metrics["confidence_error"] = (sums.error.sum(), sums.valid.sum())
+        if self.config.candidates:
+            metrics["candidate_recall"] = (sums.known.sum(), sums.valid.sum())
         return Loss(total, tokens, metrics)
 
     @torch.no_grad()
@@ -211,8 +217,8 @@ class DSparkObjective(Objective):
         if row.batch.weights_T is not None:
             weight_N = weight_N * row.batch.weights_T[at_N + 1]
         hidden_NE = hidden_AKE.flatten(0, 1)[flat_N]
-        markov, confidence = module.markov_head, module.confidence_head
-        before_NF = None if markov is None else markov.markov_w1(ids_T[at_N])
+        path, confidence = module.path_head, module.confidence_head
+        before_NF = None if path is None else path.context(hidden_NE, ids_T[at_N])
         head = module.lm_head
         learned = Learned(
             row.hidden[-1][token_W],
@@ -222,9 +228,10 @@ class DSparkObjective(Objective):
             token_N=number_N,
             draft_ids_K=module.draft_ids_K,
         )
-        matrix_KF = None if markov is None else markov.markov_w2.weight
+        matrix_KF = None if path is None else path.matrix
         c = self.config
-        weighing = Weighing(c.objective, c.ce_weight, c.l1_weight, c.kl_decay)
+        factors = (c.ce_weight, c.l1_weight, c.kl_decay, c.selector_weight)
+        weighing = Weighing(c.objective, *factors, candidates=c.candidates)
         own_KE = None if head is None else head.weight
         found = slot_loss(hidden_NE, before_NF, matrix_KF, learned, weighing, head_KE=own_KE)
         total, confident_N = found.total, None

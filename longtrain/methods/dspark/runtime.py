@@ -1,4 +1,4 @@
-"""The DSpark draft at inference: one pass drafts a block, and the Markov head corrects its logits by token.
+"""The DSpark draft at inference: one pass drafts a block, and a head corrects its logits by the token before.
 
 With n tokens committed and the root after them at position n, every layer has stored keys and values of
 positions 0..n-1, or of the last of them, computed from the target's own states. A pass over the root and
@@ -10,7 +10,9 @@ query heads, G KV heads, D head dim, X tokens that the draft can propose.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +62,7 @@ class DSparkRuntime:
     """
 
     def __init__(self, draft: DSparkDraft, target: Target, config: Config) -> None:
-        self.draft, self.target, self.config = draft, target, config
+        self.draft, self.target, self.config, self._smooth = draft, target, config, False
         self.outputs = OutputRequest(hidden=draft.read)
         most = config.most_levels
         self.offers = tuple(dict.fromkeys((*(one for one in SHAPES if len(one) <= most), (1,) * most)))
@@ -72,6 +74,12 @@ class DSparkRuntime:
         self.stores: Stores = []
         self.cache: KVCache | None = None
         self._sees_1RR = torch.ones(1, config.rows, config.rows, dtype=torch.bool, device=target.device)
+
+    def smooth(self) -> DSparkRuntime:
+        """Return the draft with laws that rounding changes little (`decoding.roles.Draft`)."""
+        other = copy.copy(self)  # of the same weights
+        other._smooth = True
+        return other
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Store keys and values of the prompts; in layers with a window only of the last tokens."""
@@ -110,9 +118,10 @@ class DSparkRuntime:
         base_BJX = self._head(hidden_BKE[:, : shape.depth].contiguous())
 
         def logits_of(level: Level) -> Tensor:
-            base_B1X, head = base_BJX[:, level.depth, None], self.draft.markov_head
+            base_B1X, head = base_BJX[:, level.depth, None], self.draft.path_head
             if head is not None:
-                return base_B1X + head(level.tokens_BM)
+                logits_after = head.smooth if self._smooth else head
+                return logits_after(base_B1X, hidden_BKE[:, level.depth, None], level.tokens_BM)
             return base_B1X.expand(-1, level.tokens_BM.shape[1], -1).contiguous()
 
         tree = self._expansion.grow(logits_of, root_B, cache.len_B, shape, sampling, rng)
@@ -130,6 +139,12 @@ class DSparkRuntime:
         """Refuse a shape that this draft does not support (`decoding.roles.Draft`)."""
         ids_X = self.draft.draft_ids_K
         check_tree(shape, self.target.info.vocab_size if ids_X is None else len(ids_X), "DSpark")
+        top = self.config.candidates
+        if top and any(width > top * above for above, width in pairwise((1, *shape.widths))):
+            raise ConfigError(
+                f"a tree of widths {list(shape.widths)} for a DSpark draft of method.selector_top={top}; "
+                f"allowed: at most {top} times as many nodes at a level as at the one above"
+            )
         windows = [window for window in self.config.layer_windows if window is not None]
         stored = min((window - 1 for window in windows), default=shape.depth)  # of accepted tokens at once
         if len(shape.widths) > self.config.block_size or shape.depth > stored:
@@ -158,12 +173,12 @@ class DSparkRuntime:
 
         Source: DSpark §3; its appendix A shows why a length must not be chosen by later tokens.
         """
-        head, confidence = self.draft.markov_head, self.draft.confidence_head
+        head, confidence = self.draft.path_head, self.draft.confidence_head
         assert head is not None and confidence is not None
         B, N = tree.tokens_BN.shape
         slot_BN = tree.depth_N.clamp(max=hidden_BKE.shape[1] - 1).expand(B, N)
         hidden_BNE = hidden_BKE.gather(1, slot_BN[..., None].expand(-1, -1, hidden_BKE.shape[-1]))
-        logit_BN = confidence(hidden_BNE, head.markov_w1(tree.tokens_BN))
+        logit_BN = confidence(hidden_BNE, head.context(hidden_BNE, tree.tokens_BN))
         wide = torch.promote_types(logit_BN.dtype, torch.float32)
         log_BN = logsigmoid(logit_BN.to(wide))
         product_BN = (visible(tree.parents_BN).to(wide) @ log_BN[..., None])[..., 0].exp()

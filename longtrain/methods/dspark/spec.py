@@ -15,6 +15,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.methods.checked import built_for_target, check_sizes, given_keys, running, trained
 from longtrain.methods.dspark.config import Config
+from longtrain.methods.dspark.conv import check_groups
 from longtrain.methods.dspark.cost import cycle, training
 from longtrain.methods.dspark.formats import FORMATS
 from longtrain.methods.dspark.level import level_factors
@@ -51,7 +52,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     draft, info = running(DSparkDraft, module, target), target.info
     config = replace(config, **given_keys("DSpark", keys, KEYS))
     _check_keys_read(config, info)
-    vocabulary = info.vocab_size if draft.markov_head is None else draft.markov_head.markov_w1.num_embeddings
+    vocabulary = info.vocab_size if draft.path_head is None else draft.path_head.vocab_size
     check_sizes(
         "a DSpark draft of (hidden size, size of the target's states, head dim, vocabulary)",
         (
@@ -94,6 +95,8 @@ def _check_target(config: Config, info: TargetInfo) -> None:
         )
     if config.head_dim % 2:
         raise ConfigError(f"method.head_dim={config.head_dim}; RoPE allows even numbers, or 0: the target's")
+    if config.conv_taps:
+        check_groups(config.conv_group, info.hidden_size)
     _check_keys_read(config, info)
     check_mask_token(config, info)
 
@@ -110,7 +113,8 @@ def _check_keys_read(config: Config, info: TargetInfo) -> None:
 SPEC = MethodSpec(
     name="dspark",
     config=Config,
-    paper="DSpark, arXiv 2607.05147 (with heads=none and sample_from_anchor=false DFlash, arXiv 2602.06036)",
+    paper="DSpark, arXiv 2607.05147 (with heads=none and sample_from_anchor=false DFlash, arXiv 2602.06036; "
+    "with heads=selector and conv_taps=2 DFlash2)",
     build=built_for_target(DSparkDraft),
     objective=_objective,
     formats=FORMATS,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import torch
-
 from longtrain import methods
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedSequence, StepCost
+from longtrain.layers import shapes_alone
 from longtrain.methods.joint.config import Config
 from longtrain.targets.info import TargetInfo
 
@@ -62,6 +61,6 @@ def _weights(name: str, settings: object, size: Sizes) -> int:
         attention_bias=False,
         **asdict(size),
     )
-    with torch.device("meta"):
+    with shapes_alone():
         module = methods.get(name).build(settings, info)
     return sum(value.numel() for value in module.parameters() if value.requires_grad)

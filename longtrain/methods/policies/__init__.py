@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
-from longtrain.settings import convert
+from longtrain.settings import convert, rules_of
 
 if TYPE_CHECKING:
     from longtrain.decoding.evict import Budget
@@ -79,6 +79,6 @@ def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = 
     for key, field in known.items():
         if field.default is MISSING and field.default_factory is MISSING and key not in options:
             raise ConfigError(f"policy '{name}' needs {group}.{key}; set it")
-    hints = get_type_hints(kind, include_extras=True)
+    hints = rules_of(kind)
     values = {key: convert(value, hints[key], f"{group}.{key}") for key, value in options.items()}
     return kind(budget, **values)

@@ -116,6 +116,11 @@ class JoinedDraft:
         reason = getattr(self.draft, "cannot_gain", None)
         return reason(batch, tokens) if reason else ""
 
+    def slower(self, batch: int, tokens: int) -> str:
+        """Say that the draft beside look-up is expected to be slower (`decoding.roles.Draft`)."""
+        reason = getattr(self.draft, "slower", None)
+        return reason(batch, tokens) if reason else ""
+
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that the draft does not support (`decoding.roles.Draft`)."""
         if check := getattr(self.draft, "check_shape", None):

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from longtrain.cache.hierarchical import DraftView, HierarchicalCache
 from longtrain.cache.layered import LayeredCache
 from longtrain.cache.quantised import LayeredDraftView
+from longtrain.costs.hardware import gpu_called
 from longtrain.costs.model import Sizes
 from longtrain.decoding.expansion import Level, TreeExpansion, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Rng, Sampling
 from longtrain.errors import ConflictError
-from longtrain.kernels.hierarchical.layout import BLOCK
+from longtrain.methods.quantspec.gain import Gain, quantised_tokens
 from longtrain.targets.int4 import Int4Target
 from longtrain.targets.step import OutputRequest, TargetStep, TokenBatch
 
@@ -49,6 +51,14 @@ class QuantSpecRuntime:
         self.model, self.kv_bits = model, kv_bits
         self.view: DraftView | LayeredDraftView | None = None
         self._expansion = TreeExpansion()
+        self.gain = Gain(
+            size=Sizes.of(model.info),
+            windows=tuple(model.info.windows),
+            itemsize=model.dtype.itemsize,
+            weight_bits=4 if isinstance(model, Int4Target) else 8 * model.dtype.itemsize,
+            kv_bits=kv_bits,
+            bytes_per_s=_bytes_per_s(model.device),
+        )
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Create the draft's view of the target's cache.
@@ -101,7 +111,7 @@ class QuantSpecRuntime:
         info = self.model.info
         size, itemsize = Sizes.of(info), self.model.dtype.itemsize
         numbers = 2 * size.n_kv_heads * size.head_dim  # of an entry of all KV heads
-        quantised = max(0, tokens // BLOCK - 1) * BLOCK  # the last tokens stay as they are
+        quantised = quantised_tokens(tokens)
         held = batch * quantised * len(info.full_layers) * numbers
         rest_bytes = (batch * info.entries(tokens) * numbers - held) * itemsize
         weights, own_item = size.weights + size.head, 0.5 if isinstance(self.model, Int4Target) else itemsize
@@ -114,6 +124,16 @@ class QuantSpecRuntime:
             f"{draft_bytes / target_bytes:.0%} of what the target's reads and cannot pay"
         )
 
+    def slower(self, batch: int, tokens: int) -> str:
+        """Say what speed is expected (`decoding.roles.Draft`), by `Gain`."""
+        speed = self.gain.speed(batch, tokens)
+        if speed >= 1:
+            return ""
+        return (
+            f"quantspec: expected at {speed:.2f} times plain decoding's speed with {batch} x {tokens} "
+            f"tokens, {quantised_tokens(tokens)} of each in fewer bits; decode without method=quantspec"
+        )
+
     def bytes(self) -> int:
         """Return the bytes of the 4-bit weights."""
         return self.model.int4_bytes() if isinstance(self.model, Int4Target) else 0
@@ -121,3 +141,9 @@ class QuantSpecRuntime:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return an empty tuple: all tensors of the draft belong to the target's cache."""
         return ()
+
+
+def _bytes_per_s(device: torch.device) -> float | None:
+    """Return the device's read bandwidth by its data sheet; None if it has no entry there."""
+    gpu = gpu_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return gpu.bytes_per_s if gpu else None

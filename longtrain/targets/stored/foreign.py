@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError, first_line
 from longtrain.files import read_json
+from longtrain.layers import shapes_alone
 from longtrain.targets.at_hand import source_of
 from longtrain.targets.config_file import eos_ids_of
 from longtrain.targets.ends import TargetEnds
@@ -150,7 +151,7 @@ def _without_weights(
         context: most tokens of a text; None: those of the config.
     """
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
         body, context = model.get_decoder(), context or config.max_position_embeddings
         facts = model_facts(model, context) if _supported(config) else _foreign_facts(model, context)
@@ -212,5 +213,5 @@ def _stand_in(info: TargetInfo) -> Any:
         rope_parameters=dict(info.rope),
         tie_word_embeddings=False,
     )
-    with torch.device("meta"):
+    with shapes_alone():
         return LlamaForCausalLM(config)

@@ -29,7 +29,7 @@ from .test_lossless import change as edit_record
 
 SCALE = 8.0
 """Multiplies the logits: as if the weights made large ones."""
-TEXTS, PROMPT, NEW = 3, 120, 28
+TEXTS, PROMPT, NEW = 3, 60, 20
 CHAIN, TREE = TreeShape((1, 1, 1)), TreeShape((3, 2))
 
 
@@ -246,7 +246,7 @@ def test_what_is_not_read_again_changes_no_verdict(run, monkeypatch):
     for name in ("draft", "again", "tree"):
         for row in range(TEXTS):
 
-            def edit(turn, at=9 * row + 2, token=11 + (name == "tree") * (row == 1)):
+            def edit(turn, at=6 * row + 2, token=11 + (name == "tree") * (row == 1)):
                 turn["tokens"][at] = token
 
             edit_record(made, name, edit, f"copy-{row}")

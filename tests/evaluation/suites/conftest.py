@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.assets import asset_dir
 from longtrain.decoding.sampling import Sampling
@@ -17,12 +21,27 @@ from longtrain.evaluation.suite import Suite
 from longtrain.systems import System
 from longtrain.systems.system import FULL
 from longtrain.targets.loading import load_target
+from tests.helpers import HEADS_OF_64
 
 
 @pytest.fixture(scope="session")
-def tiny():
+def bundled():
     """The target that ships with longtrain."""
     return load_target(asset_dir("bundled") / "tiny", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A micro target with that one's tokenizer and template, for what its weights do not matter to."""
+    folder, bundled = tmp_path_factory.mktemp("tiny"), asset_dir("bundled") / "tiny"
+    torch.manual_seed(0)
+    own = json.loads((bundled / "config.json").read_text())
+    shape = {name: own[name] for name in ("vocab_size", "max_position_embeddings", "eos_token_id")}
+    config = AutoConfig.for_model(**{**HEADS_OF_64, **shape})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled / name, folder)
+    return load_target(folder, device="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ class Without:
         return rows_of(stays[None, :, None].expand(info.n_layers, -1, info.n_kv_heads, -1).contiguous())
 
 
-def test_a_planted_eviction_of_what_the_answer_needs_raises_the_divergence(tiny, settings_of, tmp_path):
+def test_a_planted_eviction_of_what_the_answer_needs_raises_the_divergence(bundled, settings_of, tmp_path):
     """The bundled target answers with a number from the text: without its tokens it cannot; without as many
     tokens of other text it can.
     """
@@ -126,18 +126,18 @@ def test_a_planted_eviction_of_what_the_answer_needs_raises_the_divergence(tiny,
     path = tmp_path / "asked.jsonl"
     path.write_text(json.dumps({"prompt": message}))
     changed = {"prompts": [str(path)], "home": str(tmp_path), "max_new_tokens": 24, "lengths": [64]}
-    suite = fidelity.build(settings_of("fidelity", **changed), tiny, seed=0, sampling=GREEDY)
+    suite = fidelity.build(settings_of("fidelity", **changed), bundled, seed=0, sampling=GREEDY)
     (task,) = suite.tasks
     ids = list(task.prompts[0])
-    ends = [len(tiny.tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
-    at = tiny.tokenizer.decode(ids).index(number)
+    ends = [len(bundled.tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
+    at = bundled.tokenizer.decode(ids).index(number)
     needle = [n for n in range(len(ids)) if ends[n + 1] > at and ends[n] < at + len(number)]
     hay = [n + 40 for n in needle]
     assert needle and hay[-1] < len(ids)
     rows = list(task.examples())
 
     def divergence(*gone):
-        (one,) = task.measure(tiny, Parts(evictor=Without(*gone)), rows)
+        (one,) = task.measure(bundled, Parts(evictor=Without(*gone)), rows)
         assert one["kept_entries"] == len(ids) - len(gone)
         return one["divergence"] / one["tokens"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
 from longtrain.decoding.evict import Budget
@@ -21,7 +21,6 @@ from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.lm_harness import cut_answer
 from longtrain.evaluation.suites import lm_eval as suite_module
 from longtrain.systems import Builder
-from longtrain.targets.stored.checkpoint import StoredWeights
 
 lm_eval = pytest.importorskip("lm_eval")
 TASKS = ["lt_choice", "lt_answer", "lt_rolling"]
@@ -79,16 +78,13 @@ def outcome(tiny, settings_of, include, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def direct(include):
+def direct(include, tiny):
     """What lm-eval finds with its own Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    folder = asset_dir("bundled") / "tiny"
-    stock = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    weights = stock.state_dict()
-    for name, tensor in StoredWeights(folder, device=torch.device("cpu"), tied=True):
-        weights[name].copy_(tensor.rows(slice(None)))
+    folder = tiny.info.name
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = HFLM(pretrained=stock.eval(), tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=2)
     return lm_eval.simple_evaluate(
         model=model,

@@ -78,7 +78,7 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
     few = build(tasks=["trec", "qasper"], limit=3)
     summary = few.summary(answered(few, lambda task, one: ""))
     assert summary.title == "Variant of LongBench" and summary.average == 0.0
-    assert summary.notes == ("2 of 16 tasks", "6 of 400 examples of qasper, trec")
+    assert summary.notes == ("2 of 16 tasks", "6 of 400 examples of trec, qasper")
     plain = build(chat=False)
     assert not any(task.chat for task in plain.tasks)
     summary = plain.summary(answered(plain, lambda task, one: ""))

@@ -131,9 +131,9 @@ def test_other_text_is_another_protocol(suite, tiny, settings_of, tmp_path) -> N
         built(tiny, settings_of, text=str(tmp_path / "nothing"))
 
 
-def test_the_bundled_target_finds_needles(tiny, settings_of, run_suite) -> None:
-    suite = built(tiny, settings_of, lengths=[512], depths=[0, 50, 100], needles=[2], prompts=2)
-    records = run_suite(suite, tiny, batch=6)
+def test_the_bundled_target_finds_needles(bundled, settings_of, run_suite) -> None:
+    suite = built(bundled, settings_of, lengths=[512], depths=[0, 50, 100], needles=[2], prompts=2)
+    records = run_suite(suite, bundled, batch=6)
     summary = suite.summary(records)
     assert summary.title == "Needle grid" and summary.tasks["needles_2"] > 60
     assert summary.notes == ("prompts in the target's chat template", PRETRAIN.about)

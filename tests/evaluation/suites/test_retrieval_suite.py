@@ -25,12 +25,12 @@ SETTINGS = {"lengths": ["128", "256"], "texts": 2, "steps": 3, "text": "bundled"
 
 
 @pytest.fixture
-def build(tiny, settings_of):
+def build(bundled, settings_of):
     def go(*entries, budgets=(80, 120), **changed):
         values = settings_of("retrieval", **{**SETTINGS, **changed})
-        suite = retrieval.build(values, tiny, seed=0, sampling=Sampling())
+        suite = retrieval.build(values, bundled, seed=0, sampling=Sampling())
         entries = entries or values["systems"]
-        builder = Builder(tiny, [Budget(one) for one in budgets], [], load=None)
+        builder = Builder(bundled, [Budget(one) for one in budgets], [], load=None)
         systems = builder.systems(entries, roles=suite.needs, taker="suite retrieval")[1:]
         return suite.meet(suite, systems), systems
 
@@ -49,9 +49,9 @@ def results_of(suite, systems, target):
     return assemble(suite, systems, records, protocol=protocol, target={"name": "t"}, draw=draw), records
 
 
-def test_rules_as_the_configuration_has_them(build, tiny):
+def test_rules_as_the_configuration_has_them(build, bundled):
     suite, systems = build(budgets=(80,))
-    made, records = results_of(suite, systems, tiny)
+    made, records = results_of(suite, systems, bundled)
     score = {one["family"]: one["average"]["value"] for one in made["systems"]}
     assert set(score) == {
         "window", "random", "quest", "clusterkv", "shadowkv", "previous", "reused", "shared oracle",
@@ -68,10 +68,10 @@ def test_rules_as_the_configuration_has_them(build, tiny):
     assert exempt(suite)
 
 
-def test_what_is_shown(build, tiny):
+def test_what_is_shown(build, bundled):
     suite, systems = build({"name": "sparse", "rule": "quest", "label": "quest"})
     assert [system.name for system in systems] == ["quest@80", "quest@120"]
-    made, _ = results_of(suite, systems, tiny)
+    made, _ = results_of(suite, systems, bundled)
     shown = table(made)
     for words in (
         "## Far recall by layer",

@@ -200,9 +200,9 @@ def test_a_lost_chat_template_is_said(build, tiny, monkeypatch) -> None:
     assert notes(False) == []  # a base model, and it was said
 
 
-def test_the_bundled_target_runs_it(build, tiny, run_suite) -> None:
+def test_the_bundled_target_runs_it(build, bundled, run_suite) -> None:
     suite = build(lengths=[1100], samples=1, tasks=["niah_multivalue", "vt"])
-    records = run_suite(suite, tiny)
+    records = run_suite(suite, bundled)
     assert {task: len(some) for task, some in records.items()} == {"niah_multivalue": 1, "vt": 1}
     (found,) = records["niah_multivalue"]
     assert found.facets == {"length": 1100} and found.score == 1.0  # four values, all of them found

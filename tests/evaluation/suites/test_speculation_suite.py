@@ -279,8 +279,8 @@ def test_without_lengths_documents_have_quantspecs_that_fit(target, tmp_path, mo
 
 
 def test_both_papers_tasks_in_one_run_are_a_variant(target, data, lawsuits):
-    suite = build(target, data, **{**DOCUMENTS, "tasks": ["lcc", "multi_lexsum"], "documents": str(lawsuits)})
-    assert [task.name for task in suite.tasks] == ["lcc", "multi_lexsum"]
+    suite = build(target, data, **{**DOCUMENTS, "tasks": ["multi_lexsum", "lcc"], "documents": str(lawsuits)})
+    assert [task.name for task in suite.tasks] == ["multi_lexsum", "lcc"]  # as they were given
     found = suite.summary({})
     assert found.title == f"Variant of {speculation.PUBLISHED.title}"
     assert "tasks of LongSpec and of QuantSpec together" in found.notes

@@ -41,12 +41,31 @@ def test_the_published_drafts_weights():
     with torch.device("meta"):
         module = SPEC.build(Config(), info)
     sizes = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 2}
-    layer, fc, embedding, markov, head = draft_weights(Config(), QWEN)
+    layer, fc, embedding, markov, head, _ = draft_weights(Config(), QWEN)
     assert fc == sizes["fc.weight"] == 5 * 4096**2 and round((embedding + markov) / 1e6, 1) == 77.8
     assert not head
     assert layer == sum(n for name, n in sizes.items() if name.startswith("layers.3."))
     assert round(layer / 1e6) == 42 + 151
     assert round(sum(p.numel() for p in module.parameters()) / 1e9, 2) == 1.13
+
+
+def test_the_weights_of_dflash2(llama, make_draft):
+    config = Config(layers=[0, 2], n_layers=2, markov_rank=4, heads="selector", conv_taps=2, conv_group=8)
+    sizes = {name: p.numel() for name, p in make_draft(llama, config).named_parameters() if p.ndim == 2}
+    found, size = draft_weights(config, Sizes.of(llama.info)), Sizes.of(llama.info)
+    assert found.layer == sum(n for name, n in sizes.items() if name.startswith("layers.1."))
+    assert found.embedding == sum(n for name, n in sizes.items() if "codebook" in name) == 2 * 97 * 4
+    assert found.markov == sizes["candidate_selector.hidden_projection.weight"] == 4 * 48
+    assert found.learned == sizes["candidate_selector.successor_codebook"]
+    plain = replace(config, heads="none", conv_taps=0, conv_group=16)
+    more, less = (training(one, size, PackedSequence(640, 640), 0, 2) for one in (config, plain))
+    kernels = 4 * (2 * 2 * 48 // 8)
+    rows = 640 * 7 // 8
+    assert more.flops - less.flops == 6 * 2 * (2 * 48 * kernels // 4) * rows + 6 * 4 * 48 * rows
+    assert more.module > less.module
+    long, short = (cycle(one, size, (1,) * 5, 2) for one in (config, plain))
+    assert long.draft[0].more_weights - short.draft[0].more_weights == 2 * 2 * 48 * kernels // 4 + 5 * 4 * 48
+    assert long.weight_bytes - short.weight_bytes == 2 * (2 * 2 * 48 * kernels // 4 + 4 * 48 + 2 * 97 * 4)
 
 
 PART = Config(draft_vocab_size=32000, objective="lk_hybrid")

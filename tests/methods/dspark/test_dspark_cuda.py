@@ -29,6 +29,7 @@ CONFIGS = {
     "a window": replace(SMALL, windows=[9, None]),
     "the target's keys": replace(SMALL, windows=[9, None], target_kv=True),
     "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid"),
+    "dflash2": replace(SMALL, heads="selector", sample_from_anchor=False, conv_taps=2),
 }
 
 

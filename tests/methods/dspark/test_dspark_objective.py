@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plain_block import block_hidden, context_states, last_kv, slot_logits
+from plain_block import block_hidden, context_states, last_kv, selector_score, slot_logits
 
 from longtrain.data.packing import packed_sequences
 from longtrain.data.packing.batch import Batch
@@ -49,6 +49,11 @@ VARIANTS = {
     ),
     "dflash": replace(SMALL, heads="none", sample_from_anchor=False, n_layers=3, windows=[5, 9, None]),
     "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid", anchor_every=2),
+    "convolutions": replace(SMALL, conv_taps=3, conv_group=8, windows=[6, None]),
+    "dflash2": replace(
+        SMALL, heads="selector", selector_top=9, selector_weight=0.7, sample_from_anchor=False, conv_taps=2
+    ),
+    "selector, hybrid": replace(SMALL, heads="selector", selector_top=4, objective="lk_hybrid"),
 }
 
 
@@ -66,9 +71,25 @@ def hybrid(q_K, p_K):
     return share * (known_K * (known_K / q_K).log()).sum() + (1 - share) * (1 - accept)
 
 
+def unary(draft, target, config, hidden, before, label, p_V):
+    """The loss of a slot's logits without the selector, and that of its choice among the candidates."""
+    logits = target.head_weight @ hidden
+    q = logits.softmax(-1)
+    if config.objective == "lk_hybrid":
+        first = hybrid(q, p_V)
+    else:
+        first = -0.1 * q[label].log() + 0.9 * (q - p_V).abs().sum()
+    tokens, best = logits.sort(descending=True).indices[: config.selector_top].tolist(), int(p_V.argmax())
+    known = best in tokens
+    tokens = tokens if known else [*tokens[:-1], best]
+    scores = [selector_score(draft.candidate_selector, logits, hidden, before, token) for token in tokens]
+    choice = torch.stack(scores).log_softmax(0)[tokens.index(best)]
+    return first - config.selector_weight * choice, known
+
+
 def plain(draft, target, config, batch):
     """Every block of every document by itself, from spec to sum."""
-    total, hits = torch.zeros((), dtype=torch.float64), {}
+    total, hits, accepts, known = torch.zeros((), dtype=torch.float64), {}, {}, []
     bounds = batch.bounds
     lengths = [b - a for a, b in pairwise(bounds)]
     offsets = None
@@ -97,18 +118,23 @@ def plain(draft, target, config, batch):
                 q = slot_logits(draft, target, hidden[k : k + 1], ids[p + k : p + k + 1])[0].softmax(-1)
                 p_V = (last[p + k] @ target.head_weight.T).softmax(-1)
                 away = (q - p_V).abs().sum()
-                if draft.draft_ids_K is None:
+                if config.heads == "selector":
+                    given = (hidden[k], int(ids[p + k]), int(ids[p + k + 1]), p_V)
+                    loss, found = unary(draft, target, config, *given)
+                    total, known = total + w * loss, [*known, found]
+                    accept = torch.minimum(q, p_V).sum().detach()
+                elif draft.draft_ids_K is None:
                     total = total + w * (-0.1 * q[ids[p + k + 1]].log() + 0.9 * away)
                     accept = (1 - away / 2).detach()
                 else:
                     total = total + w * hybrid(q[draft.draft_ids_K], p_V[draft.draft_ids_K])
                     accept = torch.minimum(q, p_V).sum().detach()
-                hits[a + p, k] = bool(q.argmax() == p_V.argmax())
+                hits[a + p, k], accepts[a + p, k] = bool(q.argmax() == p_V.argmax()), float(accept)
                 if draft.confidence_head is not None:
                     before = draft.markov_head.markov_w1(ids[p + k])
                     c = draft.confidence_head(hidden[k], before).sigmoid()
                     total = total - w * (accept * c.log() + (1 - accept) * (1 - c).log())
-    return total, hits
+    return total, hits, accepts, known
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -123,7 +149,7 @@ def test_chunked_equals_whole_and_blocks_written_out_fp64(llama, make_draft, mak
     for metric, pair in part.metrics.items():
         same = pytest.approx([float(x) for x in whole.metrics[metric]])
         assert [float(x) for x in pair] == same, metric
-    expected, hits = plain(draft, llama, config, batch)
+    expected, hits, accepts, known = plain(draft, llama, config, batch)
     torch.testing.assert_close(whole.total.detach(), expected.detach(), rtol=1e-10, atol=0)
     draft.zero_grad()
     (0.3 * expected).backward()
@@ -134,7 +160,13 @@ def test_chunked_equals_whole_and_blocks_written_out_fp64(llama, make_draft, mak
         alive = [p for p, slot in hits if slot == k and all(hits.get((p, m)) for m in range(k))]
         right = sum(hits[p, k] for p in alive)
         assert [int(x) for x in whole.metrics[f"acc/depth_{k}"]] == [right, len(alive)]
+        shares = [share for (_, slot), share in accepts.items() if slot == k]
+        given = [float(x) for x in whole.metrics[f"accept/depth_{k}"]]
+        assert given == pytest.approx([sum(shares), len(shares)])
     assert whole.tokens == batch.tokens_in_step
+    if known:  # some of the target's tokens are candidates and some replace the last one
+        assert 0 < sum(known) < len(known)
+        assert [int(x) for x in whole.metrics["candidate_recall"]] == [sum(known), len(known)]
 
 
 def test_weights_of_labels_scale_their_slots(llama, make_draft, make_batch):
@@ -168,9 +200,10 @@ def test_the_slots_learn_by_the_chosen_loss(llama, make_draft, make_batch, monke
     assert seen and set(seen) == {expected}
 
 
-def test_a_block_sees_nothing_at_or_after_its_anchor_but_the_anchor(llama, make_draft):
+@pytest.mark.parametrize("taps", [0, 2])
+def test_a_block_sees_nothing_at_or_after_its_anchor_but_the_anchor(llama, make_draft, taps):
     """Other tokens from p + 1 on, and other states from p on, leave a block's states as they are."""
-    config, anchor = replace(SMALL, windows=[None, 7]), 12
+    config, anchor = replace(SMALL, windows=[None, 7], conv_taps=taps), 12
     draft = make_draft(llama, config)
     gen = torch.Generator().manual_seed(2)
     ids = torch.randint(2, 97, (30,), generator=gen)
@@ -311,6 +344,9 @@ def test_the_published_layers():
 def test_what_cannot_be_built_is_refused(llama):
     with pytest.raises(TargetMismatchError, match=r"method.layers=\[1, 3\].* allows 0..2"):
         DSparkDraft(replace(SMALL, layers=[1, 3]), llama.info)
+    for build in (SPEC.check_target, DSparkDraft):
+        with pytest.raises(TargetMismatchError, match=r"method.conv_group=9 channels; .* size 48"):
+            build(replace(SMALL, conv_taps=2, conv_group=9), llama.info)
     for keys, words in (
         ({"layers": [2, 1]}, "method.layers"),
         ({"block_size": 3}, "method.block_size=3"),
@@ -321,6 +357,12 @@ def test_what_cannot_be_built_is_refused(llama):
         ({"ce_weight": 0.0, "l1_weight": 0.0}, "method.l1_weight"),
         ({"kl_decay": 1.0}, "method.kl_decay=1.0; allowed: 3.0 where method.objective=ce_l1"),
         ({"objective": "lk_hybrid", "ce_weight": 1.0}, "method.ce_weight=1.0; allowed: 0.1 where"),
+        ({"heads": "selector", "draft_vocab_size": 40}, "method.draft_vocab_size=40; allowed: 0 where"),
+        ({"selector_top": 8}, "method.selector_top=8; allowed: 16 where method.heads=markov_confidence"),
+        ({"selector_weight": 0.5}, "method.selector_weight=0.5; allowed: 1.0 where"),
+        ({"heads": "selector", "confidence_weight": 0.5}, "method.confidence_weight=0.5; allowed: 1.0 where"),
+        ({"conv_group": 8}, "method.conv_group=8; allowed: 16 where method.conv_taps=0"),
+        ({"conv_taps": 6}, "method.conv_taps=6; allowed: 0 to 5, the rows of a block"),
         ({"target_kv": True}, "method.windows=null; allowed: with method.target_kv=true a window"),
         ({"target_kv": True, "windows": [8, 9]}, "method.windows"),
         ({"target_kv": True, "windows": [8, None], "head_dim": 8}, "method.head_dim=8; allowed: 0 where"),

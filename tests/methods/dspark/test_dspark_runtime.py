@@ -37,6 +37,9 @@ CONFIGS = {
     "windows": replace(SMALL, windows=[7, None], n_layers=2),
     "the target's keys": replace(SMALL, windows=[7, None], target_kv=True),
     "a vocabulary of its own": replace(SMALL, draft_vocab_size=40, objective="lk_hybrid"),
+    "dflash2": replace(SMALL, heads="selector", sample_from_anchor=False, conv_taps=2),
+    "selector": replace(SMALL, heads="selector", selector_top=5),
+    "convolutions": replace(SMALL, conv_taps=3, conv_group=8, windows=[7, None]),
     "its own shape, windows": replace(
         SMALL,
         n_layers=3,
@@ -142,6 +145,7 @@ def test_a_long_prompt_is_read_in_chunks(name, llama, make_draft, monkeypatch):
     ("name", "family"),
     [
         *((name, "llama_micro") for name in ("dspark", "dflash", "windows", "the target's keys")),
+        *((name, "llama_micro") for name in ("dflash2", "selector", "convolutions")),
         ("a vocabulary of its own", "llama_micro"),
         pytest.param("dspark", "qwen3_micro", marks=pytest.mark.slow),
         ("the target's keys", "qwen3_micro"),
@@ -153,16 +157,16 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
     config = CONFIGS[name]
     parts = SPEC.attach(make_draft(target, config), target, config, {})
     engine, prompts = Engine(target, parts), texts_of(1, 5, 33, seed=2)
-    plain = Engine(target).generate(prompts, max_new_tokens=12, ignore_eos=True).tokens
+    plain = Engine(target).generate(prompts, max_new_tokens=8, ignore_eos=True).tokens
     least = 1 if family == "llama_micro" and name == "dspark" else config.block_size
     chains = [TreeShape((1,) * length) for length in range(least, config.block_size + 1)]
     tree, kept = TreeShape((4, 6, 6)), TreeShape((4, 4, 4), keep=9)
     for some, shapes in ((slice(0, 3), (*chains, tree, AUTO, kept)), (slice(2, 3), (chains[-1], tree))):
         for shape in shapes:
-            got = engine.generate(prompts[some], max_new_tokens=12, ignore_eos=True, shape=shape).tokens
+            got = engine.generate(prompts[some], max_new_tokens=8, ignore_eos=True, shape=shape).tokens
             assert got == plain[some]
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)  # a deterministic draft repeats the plain draws
-    how = {"max_new_tokens": 12, "sampling": sampling, "ignore_eos": True}
+    how = {"max_new_tokens": 8, "sampling": sampling, "ignore_eos": True}
     drawn = Engine(target).generate(prompts, **how).tokens
     assert engine.generate(prompts, shape=TreeShape((3, 4)), **how).tokens == drawn
 
@@ -173,6 +177,8 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
         ((1, 1, 1), SMALL),
         ((2, 2), SMALL),
         ((1, 1, 1), replace(SMALL, draft_vocab_size=5, objective="lk_hybrid")),
+        ((1, 1, 1), replace(SMALL, heads="selector", selector_top=3, conv_taps=2)),
+        ((2, 2), replace(SMALL, heads="selector", selector_top=3, sample_from_anchor=False)),
     ],
 )
 def test_sampled_text_follows_the_targets_distribution(widths, config, make_draft):
@@ -222,6 +228,8 @@ def test_the_markov_table_of_a_bigram_target_is_accepted_whole_and_one_off_by_a_
         ("the target's keys", TreeShape((1,) * 5), Sampling()),
         ("its own shape, windows", TreeShape((2, 4), ChildChoice.IID), Sampling(temperature=0.9, seed=3)),
         ("a vocabulary of its own", TreeShape((3, 4, 2)), Sampling()),
+        ("dflash2", TreeShape((3, 4, 2)), Sampling()),
+        ("dflash2", TreeShape((1,) * 5, ChildChoice.IID), Sampling(temperature=0.9, seed=3)),
     ],
 )
 def test_a_cycle_can_be_replayed(name, shape, sampling, llama, make_draft, tapes):  # noqa: F811

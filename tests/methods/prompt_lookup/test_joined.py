@@ -69,7 +69,7 @@ def test_greedy_text_is_plain_decodings(target, prompts, name, shape):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_what_follows_a_prompt_and_shapes_that_change(target, prompts, name):
     parts = attached(name, target, **DRAFTS[name])
-    options = {"ignore_eos": True, "after": [[5, 6, 7] * 4, [8], [9, 9]], "max_new_tokens": 24}
+    options = {"ignore_eos": True, "after": [[5, 6, 7] * 4, [8], [9, 9]], "max_new_tokens": 16}
     plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
     engine = Engine(target, with_lookup(parts, "auto"))
     for shape in (CHAIN, AUTO, AUTO):
@@ -192,9 +192,16 @@ def test_a_draft_that_cannot_gain_is_left_out_with_one_line(target, prompts, cap
         assert all(set(widths) <= {0} for widths in out.stats.shapes)
     says = "quantspec: 0 of 160 tokens are in fewer bits, so a draft's step reads 100% of what the target's"
     lines = [record.getMessage() for record in caplog.records]
-    assert sum(says in line and line.endswith("it is left out") for line in lines) == 2
+    assert sum(says in line and line.endswith("the draft is left out") for line in lines) == 2
     assert parts.draft.cannot_gain(1, 1 << 17) == ""  # mostly in 4 bits of 8
     assert attached("quantspec", target).draft.cannot_gain(1, 100) == ""  # 4-bit weights
+    caplog.clear()
+    fixed = Engine(target, attached("quantspec", target, weight_bits=16))
+    out = fixed.generate(
+        prompts, **{**options, "shape": CHAIN}
+    )  # what was asked for is drafted, and measured
+    assert set(out.stats.shapes) == {(1,) * 4}
+    assert [line.endswith("; decode=auto leaves the draft out") for line in caplog.messages] == [True]
 
 
 def test_on_a_quantised_cache_that_quantises_while_it_decodes(target):

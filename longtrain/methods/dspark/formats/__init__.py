@@ -1,4 +1,4 @@
-"""DSpark and DFlash drafts in the two formats that engines load: `speculators` (vLLM) and `flat` (both)."""
+"""DSpark, DFlash and DFlash2 in the two formats that engines load: `speculators` (vLLM), `flat` (both)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def serving_page(form: str, name: str, config: Config, info: TargetInfo) -> str:
     sizes = [one for one in config.layer_windows if one is not None]
     some = f"{len(sizes)} of its {config.n_layers} layers" if sizes else ""
     seen = f"{some} see {sizes[0]} tokens before it. " if sizes else ""
-    algorithm, target = draft.upper(), info.name or "TARGET"
+    algorithm, target = "DSPARK" if draft == DSPARK else "DFLASH", info.name or "TARGET"
     more = SGLANG.format(target=target, name=name, algorithm=algorithm, verified=drafted + 1)
     return serving_card(
         form,

@@ -48,7 +48,8 @@ class Blocks(Recorded):
         mask_E: embedding of the mask token.
         mask_id: id of the mask token, [1].
         hidden_AKE: the head's input.
-        markov_AKV: what the Markov head adds to the logits; without one [A, K, 0].
+        markov_AKV: what the Markov head or the selector adds to the logits, of all tokens; without one
+            [A, K, 0].
         confidence_AK: the logit of the confidence; without such a head [A, 0].
         tokens_AK: the most likely token of each slot, in the target's vocabulary.
         logits_AKV: logits by the draft's own LM head, without the Markov head; [0] if it is the target's.
@@ -82,7 +83,7 @@ class Blocks(Recorded):
         made = _ask(tensors, config, info, *inputs)
         mask, outputs = tensors["mask_id"].cpu(), (made.hidden_AKE, made.markov_AKV, made.confidence_AK)
         if IDS not in tensors:
-            tokens_AK = _tokens(target, made.hidden_AKE, made.markov_AKV)
+            tokens_AK = _tokens(target, made.hidden_AKE, made.markov_AKV, config.candidates)
             return cls(*inputs, mask, *outputs, tokens_AK, made.logits_AKV, torch.zeros(0, dtype=torch.long))
         ids_V, best_AK = tensors[IDS].cpu(), _likeliest(made.logits_AKV, made.markov_AKV)
         return cls(*inputs, mask, *outputs, ids_V[best_AK], made.logits_AKV, ids_V)
@@ -104,7 +105,11 @@ class Blocks(Recorded):
         wrong = [] if mask == exported else [f"the mask token is {mask} (exported: {exported})"]
         expected = (self.hidden_AKE, self.markov_AKV, self.confidence_AK, self.logits_AKV)
         names = (
-            *("the states of a block's slots are", "the Markov head adds", "the confidence is"),
+            *(
+                "the states of a block's slots are",
+                "the Markov head or selector adds",
+                "the confidence is",
+            ),
             "the logits of the draft's own LM head are",
         )
         for what, got, then in zip(names, made, expected, strict=True):
@@ -129,12 +134,13 @@ class Blocks(Recorded):
             wrong.append(f"{int(same_AK.sum())} of {same_AK.numel()} drafted tokens are the recorded ones")
         return wrong
 
-    def compare(self, target: Target, mask: int) -> list[str]:
+    def compare(self, target: Target, mask: int, top: int) -> list[str]:
         """Compare what was taken from the target, and return a message for each difference.
 
         Args:
             target: the target at hand.
             mask: id of the mask token, as read from the folder.
+            top: tokens of a slot that are chosen among; 0: all.
         """
         wrong = []
         rows_NE = _rows(target, torch.cat((self.before_AK[:, 0], torch.tensor([mask]))))
@@ -146,7 +152,7 @@ class Blocks(Recorded):
             )
         if self.logits_AKV.numel():
             return wrong
-        same = _tokens(target, self.hidden_AKE, self.markov_AKV) == self.tokens_AK
+        same = _tokens(target, self.hidden_AKE, self.markov_AKV, top) == self.tokens_AK
         if float(same.double().mean()) < 0.9:
             wrong.append(
                 f"with the target's LM head {int(same.sum())} of {same.numel()} drafted tokens are as then"
@@ -194,25 +200,29 @@ def _ask(
         embed_ARE = torch.cat((embed_AE[:, None], masks_AME), 1)
         hidden_AKE = block_states(module, config, info, states_TN, pos_T, place_A, embed_ARE)
         A, K = before_AK.shape
-        head, confidence = module.markov_head, module.confidence_head
-        markov_AKV = hidden_AKE.new_zeros(A, K, 0) if head is None else head(before_AK)
+        head, confidence = module.path_head, module.confidence_head
+        markov_AKV = hidden_AKE.new_zeros(A, K, 0) if head is None else head.added(hidden_AKE, before_AK)
         confidence_AK = hidden_AKE.new_zeros(A, 0)
         if head is not None and confidence is not None:
-            confidence_AK = confidence(hidden_AKE, head.markov_w1(before_AK))
+            confidence_AK = confidence(hidden_AKE, head.context(hidden_AKE, before_AK))
         logits_AKV = hidden_AKE.new_zeros(0) if module.lm_head is None else module.lm_head(hidden_AKE)
         return _Outputs(hidden_AKE, markov_AKV, confidence_AK, logits_AKV)
 
 
 @torch.no_grad()
-def _tokens(target: Target, hidden_AKE: Tensor, markov_AKV: Tensor) -> Tensor:
+def _tokens(target: Target, hidden_AKE: Tensor, markov_AKV: Tensor, top: int) -> Tensor:
     """Return the most likely token of each slot by the target's LM head, [A, K]."""
     like = target.head_weight
     logits_AKV = target.head(hidden_AKE.to(like.device, like.dtype)).float().cpu()
-    return _likeliest(logits_AKV, markov_AKV)
+    if not top:
+        return _likeliest(logits_AKV, markov_AKV)
+    at_AKC = logits_AKV.topk(min(top, logits_AKV.shape[-1])).indices
+    best_AK1 = (logits_AKV + markov_AKV).gather(-1, at_AKC).argmax(-1, keepdim=True)
+    return at_AKC.gather(-1, best_AK1)[..., 0]
 
 
 def _likeliest(logits_AKV: Tensor, markov_AKV: Tensor) -> Tensor:
-    """Return the place of each slot's most likely token, [A, K], with what the Markov head adds."""
+    """Return the place of each slot's most likely token, [A, K], with what the token before adds."""
     return (logits_AKV if not markov_AKV.numel() else logits_AKV + markov_AKV).argmax(-1)
 
 

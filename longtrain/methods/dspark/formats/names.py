@@ -9,9 +9,14 @@ from longtrain.methods.draft_folders import CONFIG, read_config
 from longtrain.methods.dspark.config import FORMATS
 
 SPECULATORS, FLAT = NAMES = FORMATS
-DSPARK, DFLASH = "dspark", "dflash"
+DSPARK, DFLASH, DFLASH2 = "dspark", "dflash", "dflash2"
+FILL_IN = (DFLASH, DFLASH2)
+"""Kinds of drafts whose anchor predicts nothing; engines know no other."""
 ARCHITECTURES = {"Qwen3DSparkModel": DSPARK, "DSparkDraftModel": DSPARK, "DFlashDraftModel": DFLASH}
+ARCHITECTURES |= {"DFlash2DraftModel": DFLASH2}
 """Architecture of a flat folder -> its kind."""
+OPTIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of a DFlash2 folder, in `dflash_config`; a speculators folder has them beside the others."""
 MASK_ROW = "mask_embedding.pt"
 """A file that replaces the mask token's embedding in vLLM's DFlash, and in nothing else."""
 
@@ -21,7 +26,8 @@ class BlockKind(NamedTuple):
 
     Args:
         form: the format.
-        draft: `dspark`, or `dflash`: without a Markov head, and the anchor predicts nothing.
+        draft: `dspark`, or `dflash`: without a Markov head, and the anchor predicts nothing, or `dflash2`: as
+            `dflash`, with convolutions and a selector.
     """
 
     form: str
@@ -35,7 +41,7 @@ def kind_of(folder: Path) -> BlockKind | None:
     config = read_config(folder)
     if "speculators_model_type" in config:
         draft = config["speculators_model_type"]
-        return BlockKind(SPECULATORS, draft) if draft in (DSPARK, DFLASH) else None
+        return BlockKind(SPECULATORS, draft) if draft in (DSPARK, *FILL_IN) else None
     names = config.get("architectures")
     if config.get("model_type") != "qwen3" or not isinstance(names, list):
         return None

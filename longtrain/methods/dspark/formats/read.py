@@ -12,9 +12,19 @@ from typing import Any
 
 import torch
 
+from longtrain.layers import shapes_alone
 from longtrain.methods.draft_folders import CONFIG, matching, read_config, read_tensors
-from longtrain.methods.dspark.config import Config
-from longtrain.methods.dspark.formats.names import DFLASH, DSPARK, FLAT, SPECULATORS, BlockKind, kind_of
+from longtrain.methods.dspark.config import SELECTOR, Config
+from longtrain.methods.dspark.formats.names import (
+    DFLASH2,
+    DSPARK,
+    FILL_IN,
+    FLAT,
+    OPTIONS,
+    SPECULATORS,
+    BlockKind,
+    kind_of,
+)
 from longtrain.methods.dspark.formats.write import MASK
 from longtrain.methods.dspark.modules import DSparkDraft
 from longtrain.methods.folder_keys import (
@@ -44,8 +54,8 @@ ONLY: dict[str, tuple[Any, tuple[str, ...]]] = {
     "false or 0": (
         False,
         (
-            *("attention_bias", "add_swa_attention_sink_bias", "attention_sink_bias", "conv_kernel_size"),
-            *("final_logit_softcapping", "selector_rank", "use_gemma_norm", "use_swa"),
+            *("attention_bias", "add_swa_attention_sink_bias", "attention_sink_bias"),
+            *("final_logit_softcapping", "use_gemma_norm", "use_swa"),
         ),
     ),
     "true": (True, ("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state")),
@@ -97,9 +107,12 @@ class BlockKeys:
         self._refuse_others()
         raw, layer = self.raw, self.layer
         anchor, rows = self.sample_from_anchor(), self.one("block_size", Count)
-        counts_anchor = not anchor and (self.kind.form == SPECULATORS or self.kind.draft == DFLASH)
+        counts_anchor = not anchor and (self.kind.form == SPECULATORS or self.kind.draft in FILL_IN)
         rank = raw.get("markov_rank", CountOrZero, 0) if self.kind.draft == DSPARK else 0
         confident = bool(rank) and raw.get("enable_confidence_head", bool, False)
+        words = "none" if not rank else "markov_confidence" if confident else "markov"
+        heads = {"heads": words, "markov_rank": rank or Config.markov_rank}
+        heads = self.options() if self.kind.draft == DFLASH2 else heads
         whole = layer.get("vocab_size", Count)
         size = raw.get("draft_vocab_size", Count, whole)
         if size > whole:
@@ -109,14 +122,19 @@ class BlockKeys:
             block_size=rows - counts_anchor,
             n_layers=layer.get("num_hidden_layers", Count),
             windows=self.windows(),
-            heads="none" if not rank else "markov_confidence" if confident else "markov",
-            markov_rank=rank or Config.markov_rank,
             sample_from_anchor=anchor,
             draft_vocab_size=0 if size == whole else size,
             objective=Config.objective if size == whole else "lk_hybrid",
             mask_token=self.one("mask_token_id", CountOrZero),
+            **heads,
             **layer_sizes(raw, layer),
         )
+
+    def options(self) -> dict[str, Any]:
+        """Return the hyperparameters of DFlash2's convolutions and selector, by name."""
+        taps, group, rank, top = (self.one(key, Count) for key in OPTIONS)
+        own = {"conv_taps": taps, "conv_group": group, "selector_top": top}
+        return {"heads": SELECTOR, "markov_rank": rank, **own}
 
     def sketch(self, config: Config) -> TargetSketch:
         """Return the target's sizes as stated in the folder."""
@@ -159,14 +177,15 @@ class BlockKeys:
         Raises:
             ArtifactError: engines disagree on what a missing key means, or a DFlash draft says true.
         """
-        places = (self.nested, self.raw) if self.kind == (FLAT, DFLASH) else (self.raw,)
+        fills_in = self.kind.draft in FILL_IN
+        places = (self.nested, self.raw) if self.kind.form == FLAT and fills_in else (self.raw,)
         for keys in places:
             if keys.has("sample_from_anchor"):
                 said = keys.get("sample_from_anchor", bool)
-                if said and self.kind.draft == DFLASH:
+                if said and fills_in:
                     raise keys.wrong("sample_from_anchor", "false: engines read DFlash as fill-in alone")
                 return bool(said)
-        if self.kind.draft == DFLASH or self.trainer in ("speculators", "deepspec"):
+        if fills_in or self.trainer in ("speculators", "deepspec"):
             return self.kind.draft == DSPARK
         raise self.raw.error(
             "sample_from_anchor is missing: vLLM reads a speculators folder as false, its class and all "
@@ -196,7 +215,7 @@ class BlockKeys:
         slides = [one == "sliding_attention" for one in self.layer_types()]
         if self.kind.form == FLAT:
             return self.served_causal()
-        whole = self.raw.get("sliding_window_non_causal", bool, False)
+        whole = self.raw.get("sliding_window_non_causal", bool, self.kind.draft == DFLASH2)
         return [one and not whole for one in slides]
 
     def served_causal(self) -> list[bool]:
@@ -205,13 +224,16 @@ class BlockKeys:
         said = self.layer.get("is_causal", bool | None)
         if said is None and self.kind.form == FLAT:
             said = self.nested.get("causal", bool | None)
-        if said is None and self.kind == (SPECULATORS, DFLASH):
+        if said is None and self.kind.form == SPECULATORS and self.kind.draft in FILL_IN:
             said = not self.raw.get("sliding_window_non_causal", bool, True)
         return slides if said is None else [said] * len(slides)
 
     def _refuse_others(self) -> None:
         """Refuse drafts that compute something else than longtrain's."""
         for keys in (self.raw, self.layer, self.nested, self.layer.part("rope_parameters")):
+            for key in OPTIONS if self.kind.draft != DFLASH2 else ():
+                if keys.has(key) and keys.values[key]:
+                    raise keys.wrong(key, "0, or no such key: engines ignore it but in DFlash2")
             for word, (value, names) in ONLY.items():
                 for key in names:
                     if keys.has(key) and keys.values[key] != value:
@@ -245,7 +267,7 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
     with building(keys.raw):
         config = keys.config()
         sketch = keys.sketch(config)
-        with torch.device("meta"):
+        with shapes_alone():
             module = DSparkDraft(config, sketch)
         Rotary(sketch.rope, head_dim=sketch.head_dim, max_positions=sketch.max_positions)
     mask = config.mask_token or 0

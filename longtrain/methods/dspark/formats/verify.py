@@ -16,7 +16,7 @@ from longtrain.methods.draft_checks import again_fresh, changes, read_record, re
 from longtrain.methods.draft_folders import CONFIG, read_tensors
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.formats.golden import Blocks
-from longtrain.methods.dspark.formats.names import DFLASH, FLAT, MASK_ROW, SPECULATORS, kind_of
+from longtrain.methods.dspark.formats.names import FILL_IN, FLAT, MASK_ROW, SPECULATORS, kind_of
 from longtrain.methods.dspark.formats.read import COPIES, BlockKeys, read_folder
 from longtrain.methods.dspark.formats.smoke import smoke
 from longtrain.methods.vocabulary import IDS, lacking
@@ -71,6 +71,11 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
             wrong += _with_target(folder, found, target, golden, said)
         except TargetMismatchError as error:
             wrong.append(str(error))
+    elif record is None:
+        said.append(
+            "not tried on a text: layer ids, layout and Markov tables of a folder without a record are "
+            "unchecked; pass target.path=FOLDER"
+        )
     if wrong:
         raise ArtifactError(f"{folder}: {'; '.join(wrong)}")
     return said
@@ -89,7 +94,7 @@ def engine_problems(folder: Path, trained_by: str | None) -> list[str]:
     pairs = enumerate(zip(keys.trained_causal(), keys.served_causal(), strict=True))
     if apart := [layer for layer, (then, now) in pairs if then != now]:
         seen = "only rows before them" if keys.served_causal()[apart[0]] else "all rows of their block"
-        known = "for all layers at once" if keys.kind.draft == DFLASH else "not at all"
+        known = "for all layers at once" if keys.kind.draft in FILL_IN else "not at all"
         wrong.append(
             f"vLLM lets rows see {seen} in layers {apart}, which were trained the other way (it knows "
             f"sliding_window_non_causal {known} here); add is_causal to transformer_layer_config"
@@ -121,7 +126,7 @@ def _with_target(
     if IDS in found.tensors and (missing := lacking(found.tensors[IDS], target.info)):
         wrong.append(missing)
     if golden is not None:
-        wrong += golden.compare(target, mask)
+        wrong += golden.compare(target, mask, Config(**found.config).candidates)
     inside = {name.removeprefix("model."): part for name, part in read_tensors(folder).items()}
     for name, own in COPIES.items():
         if name in inside and name not in found.tensors:

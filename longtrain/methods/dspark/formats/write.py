@@ -13,8 +13,16 @@ from torch import Tensor
 import longtrain
 from longtrain.errors import ConfigError
 from longtrain.methods.draft_folders import SPECULATORS_VERSION, TRAINER, layer_keys, speculators_config
-from longtrain.methods.dspark.config import Config, draft_vocab, layers_of
-from longtrain.methods.dspark.formats.names import DFLASH, DSPARK, FLAT, SPECULATORS
+from longtrain.methods.dspark.config import SELECTOR, Config, draft_vocab, layers_of
+from longtrain.methods.dspark.formats.names import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    FILL_IN,
+    FLAT,
+    OPTIONS,
+    SPECULATORS,
+)
 from longtrain.methods.vocabulary import IDS, vocabulary_map
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ MASK = "mask_id"
 
 def draft_of_heads(config: Config) -> str:
     """Return the kind of folder that a draft needs."""
-    return DFLASH if config.heads == "none" else DSPARK
+    return {"none": DFLASH, SELECTOR: DFLASH2}.get(config.heads, DSPARK)
 
 
 def window_key(form: str, window: int) -> int:
@@ -48,6 +56,19 @@ def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
             f"format={form}: without a Markov head engines read a draft as DFlash, whose anchor predicts "
             "nothing (method.heads=none with method.sample_from_anchor=true); train with "
             "sample_from_anchor=false, or with heads=markov"
+        )
+    selects = config.heads == SELECTOR
+    if selects != bool(config.conv_taps) or (selects and config.sample_from_anchor):
+        raise ConfigError(
+            f"format={form}: engines have convolutions and a selector in DFlash2 alone, with both and an "
+            f"anchor that predicts nothing (method.conv_taps={config.conv_taps}, heads={config.heads}, "
+            f"sample_from_anchor={str(config.sample_from_anchor).lower()}); train with conv_taps=2 "
+            "heads=selector sample_from_anchor=false, or serve it with longtrain"
+        )
+    if selects and form == SPECULATORS:
+        raise ConfigError(
+            "format=speculators: not checked in vLLM for DFlash2 (method.heads=selector); use "
+            "format=flat, which vLLM and SGLang read"
         )
     if config.target_kv:
         raise ConfigError(
@@ -100,7 +121,7 @@ def folder_config(
     draft, outputs = draft_of_heads(config), list(layers_of(config, info.n_layers))
     inputs = [layer + 1 for layer in outputs]
     layer = _layer_config(config, info, form=form, positions=max(trained_tokens or 0, info.max_positions))
-    heads = {} if draft == DFLASH else _heads(config)
+    heads = {} if draft in FILL_IN else _heads(config)
     own: Json = {"dtype": dtype, "torch_dtype": dtype, "tie_word_embeddings": False}
     own |= {"trained_by": TRAINER, "longtrain": longtrain.__version__}
     own |= {} if trained_tokens is None else {"trained_max_tokens": trained_tokens}
@@ -124,17 +145,20 @@ def folder_config(
         "target_layer_ids": outputs,
         "mask_token_id": mask,
         # a DFlash block counts its anchor, a DSpark block the tokens that it drafts
-        "block_size": config.rows if draft == DFLASH else config.block_size,
+        "block_size": config.rows if draft in FILL_IN else config.block_size,
         "num_target_layers": info.n_layers,
     }
+    values = (config.conv_taps, config.conv_group, config.markov_rank, config.selector_top)
+    options = dict(zip(OPTIONS, values, strict=True)) if draft == DFLASH2 else {}
+    architectures = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
     return {
-        "architectures": ["DFlashDraftModel" if draft == DFLASH else "Qwen3DSparkModel"],
+        "architectures": [architectures[draft]],
         **layer,
         **shared,
         "eagle_aux_hidden_state_layer_ids": inputs,
         "sample_from_anchor": config.sample_from_anchor,
         **heads,
-        "dflash_config": {**shared, "causal": False},
+        "dflash_config": {**shared, **options, "causal": False},
         **own,
     }
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError
+from longtrain.layers import shapes_alone
 from longtrain.log import get_logger
 from longtrain.methods.draft_folders import CONFIG, matching, read_config, read_tensors
 from longtrain.methods.eagle3.config import Config, draft_vocab
@@ -222,7 +222,7 @@ def expected_shapes(config: Config, sketch: TargetSketch) -> dict[str, tuple[int
     Raises:
         TargetMismatchError: the sizes are inconsistent.
     """
-    with torch.device("meta"):
+    with shapes_alone():
         module = Eagle3Draft(config, sketch)
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 

@@ -27,6 +27,7 @@ VARIANTS = {
 }
 
 
+DFLASH2 = {"heads": "selector", "sample_from_anchor": False, "conv_taps": 2, "selector_top": 9}
 PARTS = {
     "part of the vocabulary": PART,
     "part, fill in": {**PART, "heads": "markov", "sample_from_anchor": False},
@@ -37,17 +38,22 @@ PARTS = {
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [*((form, name) for form in FORMS for name in VARIANTS), *(("speculators", name) for name in PARTS)],
+    [
+        *((form, name) for form in FORMS for name in VARIANTS),
+        *(("speculators", name) for name in PARTS),
+        ("flat", "dflash2"),
+    ],
 )
 def test_what_was_written_is_read(export, target, form, name):
-    folder, module, config = export(form, **(VARIANTS | PARTS)[name])
+    folder, module, config = export(form, **(VARIANTS | PARTS | {"dflash2": DFLASH2})[name])
     assert FORMATS.verify(folder.path, None, None)
     artifact = Artifact.load(folder.path)
     assert artifact.method == "dspark"
     artifact.build(target)
     back = artifact.typed_config()
     same = ("layers", "n_layers", "block_size", "windows", "heads", "sample_from_anchor", "mask_token")
-    same += ("draft_vocab_size", "objective")
+    same += ("draft_vocab_size", "objective", "markov_rank", "selector_top", "conv_taps", "conv_group")
+    same = tuple(key for key in same if key != "markov_rank" or config.heads != "none")
     assert {key: getattr(back, key) for key in same} == {key: getattr(config, key) for key in same}
     assert back.rope == {"rope_type": "default", **(config.rope or target.info.rope)}
     state = module.state_dict()
@@ -85,6 +91,70 @@ def test_keys_of_a_flat_folder(export):
     assert "embed_tokens.weight" not in folder.tensors and "mask_id" not in folder.tensors
     assert "--speculative-num-draft-tokens 6" in (folder.path / "README.md").read_text()
     assert '"method": "dspark"' in (folder.path / "README.md").read_text()
+
+
+def test_keys_of_a_dflash2_folder(export):
+    folder = export("flat", **DFLASH2, windows=[9, 9])[0]
+    config, tensors = folder.config, folder.tensors
+    assert config["architectures"] == ["DFlash2DraftModel"] and config["sample_from_anchor"] is False
+    assert config["is_causal"] is False and config["dflash_config"]["causal"] is False
+    own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 9}
+    assert {key: config["dflash_config"][key] for key in own} == own and "markov_rank" not in config
+    assert config["dflash_config"]["block_size"] == 6, "it counts the anchor"
+    convs = [f"layers.{i}.{part}_conv" for i in (0, 1) for part in ("attention", "mlp")]
+    names = {f"{conv}.{name}" for conv in convs for name in ("base_kernel", "kernel_projection.weight")}
+    selector = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+    names |= {f"candidate_selector.{name}" for name in selector}
+    assert {name for name in tensors if "conv" in name or "selector" in name} == names
+    assert tensors[f"{convs[0]}.base_kernel"].shape == (2, 2, 48)
+    assert tensors[f"{convs[0]}.kernel_projection.weight"].shape == (2 * 2 * 48 // 16, 48)
+    assert tensors["candidate_selector.successor_codebook"].shape == (97, 6)
+    card = (folder.path / "README.md").read_text()
+    assert "--speculative-algorithm DFLASH " in card and '"method": "dflash"' in card
+
+
+def test_a_dflash2_draft_of_speculators(export):
+    """Its keys stand beside the others; the rows of a block see all of it where no key says so."""
+    folder, module, _ = export("flat", **DFLASH2, windows=[9, 9])
+    tensors, keys = folder.tensors, folder.config["dflash_config"]
+    other = export("speculators", **DFLASH)[0]
+    config = {**other.config, "speculators_model_type": "dflash2", "block_size": 6}
+    config |= {key: keys[key] for key in ("conv_kernel_size", "conv_group_size")}
+    config |= {key: keys[key] for key in ("selector_rank", "selector_top_k")}
+    layer = {**config["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}
+    layer = {**layer, "sliding_window": 9, "is_causal": None}
+    gone = ("trained_by", "longtrain", "sliding_window_non_causal")
+    config = {key: value for key, value in config.items() if key not in gone}
+    for file in (other.path / "longtrain").iterdir():
+        file.unlink()
+    (other.path / "longtrain").rmdir()
+    other.write(tensors=tensors, config={**config, "transformer_layer_config": layer})
+    artifact = Artifact.load(other.path)
+    found = artifact.typed_config()
+    assert (found.heads, found.conv_taps, found.conv_group, found.selector_top) == ("selector", 2, 16, 9)
+    assert (found.block_size, found.markov_rank, found.windows) == (5, 6, [9, 9])
+    assert all(torch.equal(artifact.tensors[key], part) for key, part in module.state_dict().items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"heads": "selector", "sample_from_anchor": False},
+        {"conv_taps": 2},
+        {"conv_taps": 2, **DFLASH},
+        {**DFLASH2, "sample_from_anchor": True},
+    ],
+)
+def test_options_that_no_engine_has_together(export, form, fields):
+    with pytest.raises(ConfigError, match=r"in DFlash2 alone.*serve it with longtrain") as error:
+        export(form, **fields)
+    assert "\n" not in str(error.value)
+
+
+def test_dflash2_in_the_format_that_no_engine_reads(export):
+    with pytest.raises(ConfigError, match=r"not checked in vLLM for DFlash2.*format=flat"):
+        export("speculators", **DFLASH2)
 
 
 def test_keys_of_a_speculators_folder(export):
@@ -294,6 +364,9 @@ def test_a_published_dflash_draft(foreign):
         ({"rope_parameters.partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; allowed: 1"),
         ({"rope_parameters.mrope_section": [2, 3, 3]}, "mrope_section"),
         ({"is_causal": True}, "rows of a block see only those before them"),
+        ({"dflash_config.conv_kernel_size": 2}, "conv_kernel_size=2; allowed: 0, or no such key"),
+        ({"selector_rank": 4}, "selector_rank=4; allowed: 0, or no such key"),
+        ({"architectures": ["DFlash2DraftModel"]}, "sample_from_anchor=true; allowed: false"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"block_size": "5"}, "block_size"),
         ({"trained_by": "unsloth"}, "trained_by"),
@@ -301,6 +374,25 @@ def test_a_published_dflash_draft(foreign):
 )
 def test_what_longtrain_does_not_compute_is_told(foreign, changes, said):
     path, _ = foreign("flat", changes)
+    with pytest.raises(ArtifactError, match=said) as error:
+        Artifact.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dflash_config.conv_group_size": None}, "conv_group_size=nothing; allowed: a whole number"),
+        ({"dflash_config.selector_top_k": 0}, "selector_top_k=0"),
+        ({"dflash_config.conv_group_size": 7}, "method.conv_group=7 channels"),
+        ({"dflash_config.conv_kernel_size": 3}, r"base_kernel is \(2, 2, 48\), not \(2, 3, 48\)"),
+        ({"dflash_config.conv_kernel_size": 7}, "method.conv_taps=7; allowed: 0 to 6"),
+        ({"dflash_config.selector_rank": 8}, r"codebook is \(97, 6\), not \(97, 8\)"),
+        ({"architectures": ["DFlashDraftModel"]}, "conv_kernel_size=2; allowed: 0, or no such key"),
+    ],
+)
+def test_keys_of_a_dflash2_folder_that_are_wrong(foreign, changes, said):
+    path, _ = foreign("flat", changes, **DFLASH2)
     with pytest.raises(ArtifactError, match=said) as error:
         Artifact.load(path)
     assert "\n" not in str(error.value)

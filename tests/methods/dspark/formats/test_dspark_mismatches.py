@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from longtrain.errors import ArtifactError
 from longtrain.methods.dspark.formats import FORMATS
+from longtrain.methods.dspark.formats.golden import Blocks
 
 FORMS = ("speculators", "flat")
 DFLASH = {"heads": "none", "sample_from_anchor": False}
+DFLASH2 = {"heads": "selector", "sample_from_anchor": False, "conv_taps": 2, "selector_top": 9}
 REPLAY = "something else|cannot be replayed"
 
 
@@ -137,10 +139,36 @@ def test_markov_tables(export, form):
     names = [f"markov_head.markov_w{i}.weight" for i in (1, 2)]
     folder.write(tensors=tensors | dict(zip(names, [tensors[name] for name in names[::-1]], strict=True)))
     folder.reseal()
-    refused(folder, "the Markov head adds something else")
+    refused(folder, "the Markov head or selector adds something else")
     config = folder.config
     folder.write(config={**config, "draft_vocab_size": 40})
     refused(folder, "has no d2t, and its draft knows 40 of 97 tokens")
+
+
+def test_tables_of_the_selector_and_kernels_exchanged(export):
+    """Rows of the first are by the token before; of kernels the first is before the sublayer."""
+    folder = export("flat", **DFLASH2)[0]
+    tensors = folder.tensors
+    names = [f"candidate_selector.{word}_codebook" for word in ("predecessor", "successor")]
+    folder.write(tensors=tensors | dict(zip(names, [tensors[name] for name in names[::-1]], strict=True)))
+    folder.reseal()
+    refused(folder, "the Markov head or selector adds something else")
+    kernel = "layers.1.mlp_conv.base_kernel"
+    folder.write(tensors=tensors | {kernel: tensors[kernel].flip(0)})
+    folder.reseal()
+    refused(folder, "the states of a block's slots are something else")
+
+
+@torch.no_grad()
+def test_the_number_of_candidates_is_compared_with_a_target(export, trained_block_draft, target):
+    folder = export("flat", **DFLASH2)[0]
+    change(folder, selector_top_k=1)
+    refused(folder, r"selector_top_k=1 \(exported: 9\)")
+    module, config = trained_block_draft(**DFLASH2)
+    module.candidate_selector.successor_codebook.mul_(30)
+    golden = Blocks.record(module.state_dict(), config, target)
+    assert golden.compare(target, 7, config.candidates) == []
+    assert "drafted tokens are as then" in golden.compare(target, 7, 1)[0]
 
 
 def other_words(tensors):

@@ -18,7 +18,7 @@ from longtrain.methods.dspark.formats.smoke import TOKENS
 from longtrain.targets.step import OutputRequest
 
 
-def learn(module, config, target, *, steps=80):
+def learn(module, config, target, *, steps=65):
     """Fit all of a draft to the target on the very text that it will be tried on: seconds of Adam."""
     ids = heldout_tokens(target, TOKENS)
     pos = torch.arange(len(ids))
@@ -39,7 +39,7 @@ def learn(module, config, target, *, steps=80):
     optim = torch.optim.Adam(module.parameters(), lr=5e-3)
     for _ in range(steps):
         hidden = block_states(module, config, target.info, states, pos, place, embed)
-        logits = hidden @ head.T + module.markov_head(ids[slots])
+        logits = module.markov_head(hidden @ head.T, hidden, ids[slots])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), best[slots].flatten())
         optim.zero_grad()
         loss.backward()
@@ -78,6 +78,36 @@ def test_what_was_trained_passes_and_other_readings_are_named(learned, target, t
         path = folder_of(tmp_path / f"wrong{index}", unsigned | keys, good)
         with pytest.raises(ArtifactError, match=f"read with {reading} the draft predicts"):
             FORMATS.verify(path, target, None)
+
+
+def test_other_markov_tables_are_named(learned, target, tmp_path):
+    """Each is found by reading it the other way round."""
+    module, config = learned
+    good = tmp_path / "good"
+    write_files(good, FORMATS.write("flat", module.state_dict(), config, target, {"step": 60}, "good"))
+    tensors = load_file(good / "model.safetensors")
+    first, second = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+    changes = {
+        "exchanged Markov tables": {first: tensors[second], second: tensors[first]},
+        "rows of markov_w1 one higher": {first: tensors[first].roll(1, 0)},
+        "rows of markov_w2 one lower": {second: tensors[second].roll(-1, 0)},
+    }
+    for index, (reading, changed) in enumerate(changes.items()):
+        path = folder_of(tmp_path / f"wrong{index}", {"trained_by": None, "dflash_config": None}, good)
+        save_file(tensors | {k: v.contiguous() for k, v in changed.items()}, path / "model.safetensors")
+        with pytest.raises(ArtifactError, match=f"read with {reading} the draft predicts"):
+            FORMATS.verify(path, target, None)
+
+
+def test_without_a_target_a_folder_of_others_says_what_was_not_tried(learned, target, tmp_path):
+    module, config = learned
+    good = tmp_path / "good"
+    write_files(good, FORMATS.write("flat", module.state_dict(), config, target, {"step": 60}, "good"))
+    path = folder_of(tmp_path / "other", {"trained_by": None, "dflash_config": None}, good)
+    unchecked = "not tried on a text: layer ids, layout and Markov tables of a folder without a record are"
+    assert any(line.startswith(unchecked) for line in FORMATS.verify(path, None, None))
+    for folder, on in ((good, None), (path, target)):  # replayed golden blocks, and a text
+        assert not any(line.startswith("not tried") for line in FORMATS.verify(folder, on, None))
 
 
 def test_windows_that_engines_move_too_far_are_told(target, trained_block_draft, tmp_path):
