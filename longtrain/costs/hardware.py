@@ -40,7 +40,7 @@ GPUS = {
 
 def gpu_called(name: str) -> Gpu | None:
     """Return the entry of `GPUS` for CUDA's name of a device ("NVIDIA H200"); None if there is none."""
-    other = any(board in name for board in ("NVL", "PCIe", "40GB", "Laptop", " D", " Ti"))
+    other = any(board in name for board in ("NVL", "PCIe", "40GB", "Laptop", "MIG", "GH", " D", " Ti"))
     called = name.replace("RTX ", "RTX")
     return next((gpu for key, gpu in GPUS.items() if re.search(rf"{key}(?!\w)", called) and not other), None)
 

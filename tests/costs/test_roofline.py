@@ -57,6 +57,7 @@ def test_a_bound_is_the_longer_of_two_times() -> None:
 
 def test_boards_of_other_speed_are_not_taken_for_these() -> None:
     assert gpu_called("NVIDIA RTX A6000") is A6000 and gpu_called("NVIDIA A100-SXM4-80GB") is GPUS["A100"]
+    assert gpu_called("NVIDIA GH200 480GB") is None and gpu_called("NVIDIA H200 MIG 1g.18gb") is None
     assert gpu_called("NVIDIA A100-SXM4-40GB") is None and gpu_called("NVIDIA H100 PCIe") is None
     assert (
         gpu_called("NVIDIA GeForce RTX 4090") is GPUS["RTX4090"] and gpu_called("NVIDIA L40S") is GPUS["L40S"]

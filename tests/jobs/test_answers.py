@@ -742,7 +742,7 @@ def test_settings_that_cannot_work_are_refused_at_once(
     assert said in capsys.readouterr().err and not (tmp_path / "one").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="starts processes")
+@pytest.mark.skipif(sys.platform != "linux", reason="its fork server was tried on Linux alone")
 def test_parts_run_in_processes_of_their_own(monkeypatch, tmp_path, chats, answered_whole, chat_target):
     monkeypatch.setattr(parts, "multiprocessing", SimpleNamespace(get_context=lambda _: PROCESSES))
     folder, parted = answer_chats(monkeypatch, tmp_path, chat_target, chats, "shards=2", home="two")

@@ -49,6 +49,12 @@ class Gain:
     kv_bits: int
     bytes_per_s: float | None
 
+    def share(self, batch: int, tokens: int) -> float:
+        """Return the bytes that a step of the draft reads over those of a step of the target."""
+        own = 8 * self.itemsize
+        draft = self._read(batch, tokens, weights=self.weight_bits, kv=self.kv_bits, rows=1)
+        return draft / self._read(batch, tokens, weights=own, kv=8, rows=1)
+
     def speed(self, batch: int, tokens: int) -> float:
         """Return the expected tokens a second over those of plain decoding on the target's own cache.
 
@@ -57,19 +63,25 @@ class Gain:
             tokens: cached tokens of each.
         """
         own, rows = 8 * self.itemsize, DRAFTED + 1
-        plain = self._time(LAYER_US, batch, tokens, weights=own, kv=own, rows=1)
         # 4-bit weights are read once for every few sequences
         weights = 4 * -(-batch // AT_ONCE) if self.weight_bits == 4 else own
-        draft = self._time(QUANTISED_US, batch, tokens, weights=weights, kv=self.kv_bits, rows=1)
-        verify = self._time(QUANTISED_US, batch, tokens, weights=own, kv=8, rows=rows)
+        plain = self._time(LAYER_US, self._read(batch, tokens, weights=own, kv=own, rows=1))
+        draft = self._read(batch, tokens, weights=weights, kv=self.kv_bits, rows=1)
+        verify = self._read(batch, tokens, weights=own, kv=8, rows=rows)
+        cycle = DRAFTED * self._time(QUANTISED_US, draft) + self._time(QUANTISED_US, verify)
         accepted = sum(ACCEPTED**i for i in range(rows))  # and the target's own token
-        return accepted * plain / (DRAFTED * draft + verify)
+        return accepted * plain / cycle
 
-    def _time(self, layer_us: float, batch: int, tokens: int, *, weights: int, kv: int, rows: int) -> float:
-        """Return the time of one forward: seconds, or bytes if the bandwidth is unknown.
+    def _time(self, layer_us: float, read: float) -> float:
+        """Return the seconds of a forward that reads so many bytes; without a bandwidth the bytes."""
+        if self.bytes_per_s is None:
+            return read
+        return 1e-6 * layer_us * self.size.n_layers + read / (BYTES_SHARE * self.bytes_per_s)
+
+    def _read(self, batch: int, tokens: int, *, weights: int, kv: int, rows: int) -> float:
+        """Return the bytes that a forward reads.
 
         Args:
-            layer_us: fixed time of a layer.
             batch: sequences.
             tokens: cached tokens of each.
             weights: bits that are read of a weight.
@@ -82,10 +94,7 @@ class Gain:
         quantised = full * quantised_tokens(tokens)
         as_is = full * tokens + sum(min(window, tokens) for window in self.windows if window) - quantised
         read = stored(size.read(batch * rows) + size.head, weights) + stored(numbers * quantised, kv)
-        read += self.itemsize * numbers * as_is
-        if self.bytes_per_s is None:
-            return read
-        return 1e-6 * layer_us * size.n_layers + read / (BYTES_SHARE * self.bytes_per_s)
+        return read + self.itemsize * numbers * as_is
 
 
 def quantised_tokens(tokens: int) -> int:

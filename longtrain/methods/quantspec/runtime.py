@@ -108,20 +108,12 @@ class QuantSpecRuntime:
         A step of the draft has to read fewer bytes than the target's, in its weights or in quantised tokens
         of the cache, of which short texts have none.
         """
-        info = self.model.info
-        size, itemsize = Sizes.of(info), self.model.dtype.itemsize
-        numbers = 2 * size.n_kv_heads * size.head_dim  # of an entry of all KV heads
-        quantised = quantised_tokens(tokens)
-        held = batch * quantised * len(info.full_layers) * numbers
-        rest_bytes = (batch * info.entries(tokens) * numbers - held) * itemsize
-        weights, own_item = size.weights + size.head, 0.5 if isinstance(self.model, Int4Target) else itemsize
-        target_bytes = weights * itemsize + rest_bytes + held
-        draft_bytes = weights * own_item + rest_bytes + held * self.kv_bits / 8
-        if draft_bytes <= WORTH * target_bytes:
+        share = self.gain.share(batch, tokens)
+        if share <= WORTH:
             return ""
         return (
-            f"quantspec: {quantised} of {tokens} tokens are in fewer bits, so a draft's step reads "
-            f"{draft_bytes / target_bytes:.0%} of what the target's reads and cannot pay"
+            f"quantspec: {quantised_tokens(tokens)} of {tokens} tokens are in fewer bits, so a draft's step "
+            f"reads {share:.0%} of what the target's reads and cannot pay"
         )
 
     def slower(self, batch: int, tokens: int) -> str:
