@@ -51,6 +51,8 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 """Tests of `pytest -m quick`, a first look: the exactness of each way of decoding, one whole method, and the
 command line. File -> the functions of it; none: all of them."""
+LONGEST = ("test_interpreted.py", "test_readme.py")
+"""Files with tests of half a minute and more, which come first: at the end the other workers would wait."""
 MOST_WORKERS = 8
 """Each worker imports torch and transformers anew, and holds 1 to 2 GB."""
 
@@ -270,8 +272,12 @@ def _values(item: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests, and slow ones; skip GPU tests, saying why, where there is no CUDA device."""
+    """Mark the quick tests, and slow ones; skip GPU tests, saying why, where there is no CUDA device.
+
+    The longest ones come first.
+    """
     _mark_beyond_corners(items)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         name = getattr(item, "originalname", item.name)
         if _is_quick(item.path, name) and not any(map(item.get_closest_marker, ("slow", "gpu"))):

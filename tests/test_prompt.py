@@ -126,6 +126,12 @@ def test_config_prints_what_is_resolved(run: Run) -> None:
         (["suite.batch=no"], "suite.batch=no"),
         (["job=[train,eval]"], "no artifact was exported under name=quickstart"),
         (["job=[train,generate]"], "generate needs one prompt"),
+        (
+            ["+recipe=joint_tiny", "method.members.longspec=null"],
+            "artifact=joint_tiny/longspec is none of those that this joint training exports, one for each of "
+            "method.members; name some of them, artifact=[joint_tiny/eagle3,joint_tiny/lookaheadkv]",
+        ),
+        (["+recipe=joint_tiny", "artifact=joint_tiny"], "artifact=joint_tiny is none of those that this"),
         (["init=nothing"], "no artifact 'nothing'"),
         (["target.dtype=half"], "target.dtype=half; allowed: auto, float64, float32, bfloat16, float16"),
         (["target.device=cudaa"], "target.device=cudaa; allowed: auto, cpu, cuda, cuda:0, ..."),
@@ -138,7 +144,8 @@ def test_config_prints_what_is_resolved(run: Run) -> None:
 def test_all_jobs_are_checked_before_the_first_begins(
     words: list[str], says: str, tmp_path: Path, run: Run
 ) -> None:
-    done = run("+recipe=quickstart", *words)
+    recipe = [] if words[0].startswith("+recipe=") else ["+recipe=quickstart"]
+    done = run(*recipe, *words)
     assert done.returncode == 1 and says in done.stderr
     assert all(line.startswith("longtrain: error: ") for line in done.stderr.splitlines())
     assert not done.stdout and not list(tmp_path.iterdir())

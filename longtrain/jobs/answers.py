@@ -197,7 +197,7 @@ def _work(
         log.info("answers done before=%d", before)
     try:
         part = _part_of(asking.prompts(), number, keys.shards, keys.prompts)
-        with Ahead(part, 2 * keys.batch, closing) as prompts:
+        with Ahead(part, keys.batch, closing) as prompts:  # a batch is all that is taken at once
             whole = answers.run(prompts, stopping)
     finally:
         files.close()
@@ -295,6 +295,7 @@ def _report(answers: AnswerBatches, asking: Asking, *, folder: Path) -> None:
 
 
 def _left_out(counts: Counter[str]) -> str:
-    """Say how many documents were read, and which prompts were left out."""
+    """Say how much was read and tokenised, and which prompts were left out."""
+    read = f"documents={counts['documents']} tokenised characters={counts['characters']}"
     left = ", ".join(f"{counts[key]} {text}" for key, text in LEFT_OUT.items() if counts[key])
-    return f"documents={counts['documents']}" + (f", left out: {left}" if left else "")
+    return read + (f", left out: {left}" if left else "")

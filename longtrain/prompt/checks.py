@@ -100,6 +100,20 @@ def _brought(cfg: RunConfig, words: Sequence[str], *, exported: bool, compares: 
         if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
             _there(cfg, name, words)
             _as_exported(cfg, name, words)
+        else:
+            _of_member(cfg, name, made)
+
+
+def _of_member(cfg: RunConfig, name: str, made: Path) -> None:
+    """Refuse an artifact under a joint training's name that is not one of a member that it trains."""
+    chosen = getattr(cfg.method.settings, "chosen", None) if cfg.method is not None else None
+    if chosen is not None and (place := _place(cfg, name)) not in [made / one for one in chosen()]:
+        shown = place.relative_to(cfg.checkpoints.absolute())
+        listed = ",".join(f"{cfg.name}/{one}" for one in chosen())
+        raise ConfigError(
+            f"artifact={shown} is none of those that this joint training exports, one for each of "
+            f"method.members; name some of them, artifact=[{listed}]"
+        )
 
 
 def exported(cfg: RunConfig) -> list[str]:

@@ -47,21 +47,28 @@ class Rotary:
         max_positions: the context, which some types scale by.
 
     Raises:
-        TargetMismatchError: a type whose angles change with the length, or one that is not known.
+        TargetMismatchError: a type whose angles change with the length, one that is not known, or one whose
+            parameters lack a key or have a value that angles cannot be made of.
     """
 
     def __init__(self, parameters: Mapping[str, Any], *, head_dim: int, max_positions: int) -> None:
         kind = parameters.get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise refusal(TargetMismatchError, f"rotary embedding of type '{kind}'", ", ".join(ROPE_TYPES))
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=dict(parameters),
-        )
-        self._module = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(parameters),
+            )
+            self._module = LlamaRotaryEmbedding(config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TargetMismatchError(
+                f"rope_parameters={dict(parameters)} (method.rope, or of config.json): {error.args[0]}; "
+                "correct them"
+            ) from error
 
     @property
     def frequencies(self) -> Tensor:

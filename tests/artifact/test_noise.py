@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
 import pytest
 import torch
@@ -32,13 +31,6 @@ def sharp(dtype=torch.bfloat16):
             layer.self_attn.k_proj.weight *= 2
             layer.mlp.down_proj.weight[3] *= 20
     return target.to(dtype)
-
-
-@cache
-def faults(name, dtype):
-    """What became of each mutation of a method that was exported for the sharp target; not to be changed."""
-    target = sharp(dtype)
-    return table(made_of(name, target, **SMALL.get(name, {})), target)
 
 
 def last_states(target, ids_T):
@@ -93,15 +85,6 @@ def test_a_target_that_rounds_coarsely_verifies_where_the_former_limit_refused_i
     assert limit == pytest.approx(MULTIPLE * golden.noise[OUTPUTS]) and limit > FLOOR["bfloat16"]
 
 
-def test_faults_on_such_a_target_are_judged_in_fp32():
-    lines = faults("lookaheadkv", torch.bfloat16)
-    assert {line["outcome"] for line in lines} <= {"refused", "checksum alone"}
-    assert all(line["margin"] > 1 for line in lines if line["outcome"] == "refused")
-    assert {"positions off by one", "another rotary base", "reduction over heads"} <= {
-        line["mutation"] for line in lines if line["outcome"] == "refused"
-    }
-
-
 def test_noise_of_another_dtype_is_measured_when_the_artifact_is_loaded(coarse):
     wide = sharp(torch.float32)
     made = made_of("lookaheadkv", wide)
@@ -133,10 +116,19 @@ def test_another_targets_rounding_is_no_excuse(coarse):
     [*((name, torch.bfloat16) for name in METHODS), ("longspec", torch.float32), ("kvzap", torch.float32)],
 )
 def test_every_mutation_of_every_method_is_refused(name, dtype):
-    lines = faults(name, dtype)
+    """Judged in fp32, on a target that rounds coarsely in bf16."""
+    target = sharp(dtype)
+    lines = table(made_of(name, target, **SMALL.get(name, {})), target)
     assert [line for line in lines if line["outcome"] == "ACCEPTED"] == []
-    assert sum(line["outcome"] == "refused" for line in lines) >= 2
-    assert all(line["margin"] is None or line["margin"] > 1 for line in lines if line["outcome"] == "refused")
+    refused = [line for line in lines if line["outcome"] == "refused"]
+    assert len(refused) >= 2
+    assert all(line["margin"] is None or line["margin"] > 1 for line in refused)
+    if name == "lookaheadkv":
+        assert {line["outcome"] for line in lines} <= {"refused", "checksum alone"}
+        assert all(line["margin"] is not None for line in refused)
+        assert {"positions off by one", "another rotary base", "reduction over heads"} <= {
+            line["mutation"] for line in refused
+        }
 
 
 def test_the_loop_of_exports_covers_every_method_in_every_dtype():

@@ -32,7 +32,7 @@ def steps(context: Context = CPU, **changes: Any) -> list[dict[str, Any]]:
     return list(training.run(training.BENCH.read({**values, "min_repeats": 1, **changes}, context), context))
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
+@pytest.mark.parametrize("objective", ["kl", pytest.param("ce", marks=pytest.mark.slow)])
 def test_a_training_step_counts_its_inputs(objective: str) -> None:
     rows = steps(Context(CPU.device, method={"name": "longspec", "objective": objective}))
     info = random_target("llama_micro").info

@@ -273,6 +273,7 @@ def test_trained_methods_run_with_random_weights(target):
     assert rows[3]["draft_gib"] < rows[2]["draft_gib"]
 
 
+@pytest.mark.slow
 def test_the_suite_measures_a_shape(measured, tmp_path, capsys):
     shape = "suite.shape={" + ", ".join(f"{key}: {value}" for key, value in MICRO.items()) + "}"
     few = ("lengths=[300]", "suite.batches=[1,2]", "suite.warmup=2", "suite.cycles=4")

@@ -71,6 +71,7 @@ def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads, head_dim):
         assert all(row["attention_equal"] and row["logits_equal"] for row in found)
 
 
+@pytest.mark.slow
 def test_rows_of_a_step_beside_single_rows(measured, capsys):
     rows = measured("rows", "target.path=tiny", "lengths=[128]", "suite.row_counts=[1,3]")
     assert [(row["cache"], row["rows"]) for row in rows] == [

@@ -289,7 +289,7 @@ def test_texts_are_those_of_the_plain_cache(target, capture, monkeypatch):
     assert engine.generate(prompts[::-1], **how).tokens == plain.tokens[::-1]
 
 
-@pytest.mark.parametrize("window", [8, 100])
+@pytest.mark.parametrize("window", [8, pytest.param(100, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_evicted_prompts_move_to_static_buffers(window):
     """Prompts longer than the buffers, whose size follows from the entries that are left."""

@@ -77,6 +77,7 @@ def write_corpus(folder, megabytes):
         (folder / f"{number}.txt").write_text(" ".join(word(i) for i in order))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
 def test_memory_does_not_grow_with_the_corpus(words_folder, tmp_path):
     write_corpus(tmp_path / "little", 3)
@@ -276,6 +277,21 @@ def test_text_that_is_ready_is_given_before_more_is_read(monkeypatch, tokenizer)
     with Encoder(tokenizer, workers=4) as encoder:
         for number, _ in enumerate(encoder.batches(batches())):
             assert len(read) == number + 1
+
+
+def test_streams_that_are_taken_in_turn_share_what_is_read_ahead(monkeypatch, tokenizer):
+    class Working(Started):
+        def submit(self, *work):
+            coming = super().submit(*work)
+            coming.done = lambda: False
+            return coming
+
+    monkeypatch.setattr(encoder_module, "Processes", Working([]))
+    for streams, most in ((1, 12), (3, 4), (99, 1)):
+        unread = iter([[Document(str(number), "text", text="some text")] for number in range(20)])
+        with Encoder(tokenizer, workers=6, streams=streams) as encoder:
+            next(encoder.batches(unread))
+        assert len(list(unread)) == 20 - (most + 1)
 
 
 FEW_CHARS = 80_000

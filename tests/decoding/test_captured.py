@@ -56,7 +56,7 @@ def test_plain_decoding(family, sampling, prompts, tapes):  # noqa: F811
 def test_longspec(sampling, shape, prompts, tapes):  # noqa: F811
     target = micro()
     parts = Parts(draft=noisy_longspec(target), name="longspec")
-    both(target, parts, prompts, max_new_tokens=16, sampling=sampling, shape=shape, ignore_eos=True)
+    both(target, parts, prompts, max_new_tokens=12, sampling=sampling, shape=shape, ignore_eos=True)
     assert len(tapes) == 1
 
 
@@ -64,9 +64,9 @@ def test_longspec(sampling, shape, prompts, tapes):  # noqa: F811
 def test_accepted_paths_move_to_their_place(shape, tapes):  # noqa: F811
     """A draft that is mostly right: rows commit differently many nodes."""
     target = micro()
-    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=40, ignore_eos=True).tokens
+    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=26, ignore_eos=True).tokens
     parts = Parts(draft=Recall(texts), name="recall")
-    drafted = both(target, parts, THREE, max_new_tokens=40, shape=shape, ignore_eos=True)
+    drafted = both(target, parts, THREE, max_new_tokens=26, shape=shape, ignore_eos=True)
     assert drafted.tokens == texts and drafted.stats.tau > 2
     assert len({c.accepted for row in drafted.stats.rows for c in row}) > 2
     assert len(tapes) == 1
@@ -87,7 +87,7 @@ def test_one_arena_serves_other_lengths_shapes_and_seeds(tapes):  # noqa: F811
         (prompts_of(6, 6), TREE, WARM),
     ]
     for prompts, shape, sampling in calls:
-        settings = {"max_new_tokens": 20, "shape": shape, "sampling": sampling, "ignore_eos": True}
+        settings = {"max_new_tokens": 12, "shape": shape, "sampling": sampling, "ignore_eos": True}
         same(plain.generate(prompts, **settings), static.generate(prompts, **settings))
     arena = static._kept.arena
     # The chain's graph went when the tree made the draft's ring larger; nothing else was recorded twice.

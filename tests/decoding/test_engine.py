@@ -57,10 +57,10 @@ def test_greedy_text_is_the_plain_one(shape, children):
 def test_sampled_text_of_a_deterministic_draft_is_the_plain_one(shape):
     target = ToyTarget(12)
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=3)
-    plain = Engine(target).generate(PROMPTS, max_new_tokens=120, sampling=sampling)
-    out = engine(target).generate(PROMPTS, max_new_tokens=120, sampling=sampling, shape=shape)
+    plain = Engine(target).generate(PROMPTS, max_new_tokens=70, sampling=sampling)
+    out = engine(target).generate(PROMPTS, max_new_tokens=70, sampling=sampling, shape=shape)
     assert out.tokens == plain.tokens and out.stats.tau > 1.05
-    other = Engine(target).generate(PROMPTS, max_new_tokens=120, sampling=Sampling(0.8, 0.95, seed=4))
+    other = Engine(target).generate(PROMPTS, max_new_tokens=70, sampling=Sampling(0.8, 0.95, seed=4))
     assert all(a != b for a, b in zip(other.tokens, plain.tokens, strict=True))
 
 

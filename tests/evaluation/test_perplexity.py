@@ -125,7 +125,7 @@ def wide():
     return random_target(HEADS_OF_64, seed=0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_quantised_cache_is_scored_whatever_the_step(wide, strict):
     parts = attached("quantspec", wide, draft=False, strict_flush=strict)
     text = np.random.default_rng(1).integers(0, 97, 1400).tolist()

@@ -293,6 +293,35 @@ def test_the_places_stay_full_until_the_prompts_end(tmp_path, n, batch):
     assert min(write.taken[:-110], default=least) >= least
 
 
+def test_a_run_that_goes_on_has_as_many_places_as_a_new_one(tmp_path):
+    class Counted(Fake):
+        made = ()
+
+        def make(self, n, slots):
+            self.made = (*self.made, n)
+            return super().make(n, slots)
+
+    given = prompts(40)
+    files = AnswerFiles(tmp_path, SETTINGS, part=(0, 1))
+    for number in (*range(7), 12, 20):
+        files.skip(given[number])
+    files.close()
+    made = answered(tmp_path, write := Counted(), n=40)
+    assert made.n_answers == 31 and write.made[0] == 8
+
+
+def test_the_last_prompts_are_answered_though_no_place_has_room_for_them(tmp_path, monkeypatch):
+    """One place for a batch of four: it is free when only two longer prompts are left."""
+
+    class Single(Fake):
+        def make(self, n, slots):
+            return super().make(1, slots)
+
+    given = sorted(prompts(6), key=lambda asked: len(asked.ids_T))
+    monkeypatch.setattr(sys.modules[__name__], "prompts", lambda *_, **__: given)
+    assert answered(tmp_path, Single(), n=6, batch=4).n_answers == 6
+
+
 def test_prompts_are_read_in_groups_of_similar_length(tmp_path):
     answered(tmp_path, write := Fake(), n=200, batch=64)
     assert max(map(len, write.reads)) == 4
@@ -517,7 +546,7 @@ def test_first_prompts_do_not_wait_for_much_text(tmp_path, monkeypatch):
         tokenised.extend(texts)
         return [np.arange(100, 400, dtype=np.int32) for _ in texts]
 
-    monkeypatch.setattr(encoder, "encode", encode)
+    monkeypatch.setattr("longtrain.data.chat.asked.encode", encode)
     sources = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -812,7 +841,7 @@ def test_processes_make_the_prompts_of_one_process(tmp_path, chats, monkeypatch)
     monkeypatch.setattr(processes, "get_context", lambda _: PROCESSES)
     (tmp_path / "books").mkdir()
     for number in range(5):
-        words = " ".join(f"Page {page} of book {number}." for page in range(200))
+        words = " ".join(f"Page {page} of book {number}." for page in range(50 * (number + 1)))
         (tmp_path / "books" / f"{number}.txt").write_text(words)
     sources = [{"text": str(tmp_path / "books"), "prompts": 3}, {"conversations": str(chats)}]
     tokenizer = load_target("tiny").tokenizer
@@ -821,7 +850,7 @@ def test_processes_make_the_prompts_of_one_process(tmp_path, chats, monkeypatch)
     def asked(workers):
         config = DataConfig.parse({"name": "x", "sources": sources, "tokenise_workers": workers})
         options = {"turns": (1, 3), "answer_tokens": 9}
-        asking = Asking(config, tokenizer, 300, (20, 400), questions, {"seed": 1}, **options)
+        asking = Asking(config, tokenizer, 300, (20, 100), questions, {"seed": 1}, **options)
         return [(one.key, one.name, one.more, one.ids_T.tolist()) for one in asking.prompts()], asking.counts
 
     made = asked(0)

@@ -164,6 +164,7 @@ def test_stored_features_serve_the_drafts_and_not_what_watches_a_pass(trained, t
         trained("three", *three)
 
 
+@pytest.mark.slow
 def test_the_recipe_for_published_weights_teaches_all_three_with_muon(composed, words, tmp_path):
     """Its values as they are, sizes aside: its patterns match, and each draft's loss falls."""
     sizes = {

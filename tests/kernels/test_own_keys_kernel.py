@@ -11,7 +11,7 @@ from longtrain.kernels.own_keys import OwnKeys, merge, merge_backward, reference
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_the_kernels_compile_for_hopper_without_spills(dim):
     import aot
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from longtrain.data.chat import mask as masks
 from longtrain.data.chat.prompts import cut_text
+from longtrain.data.chat.windows import Window, cut_window, windows
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document, Message
-from longtrain.data.read.encoder import SLICE_CHARS, Encoder
+from longtrain.data.read.encoder import SLICE_CHARS, Encoder, encode
 from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import batches, documents, inputs
 from longtrain.errors import ConfigError, DataError
@@ -79,12 +80,12 @@ class Made(NamedTuple):
 
     Args:
         prompts: its prompts.
-        left_out: numbers of prompts left out, as in `Asking.counts`.
+        counts: numbers of prompts left out, and of characters tokenised, as in `Asking.counts`.
         error: why there are no more of them; None: these are all.
     """
 
     prompts: list[Unanswered]
-    left_out: Counter[str]
+    counts: Counter[str]
     error: DataError | None
 
 
@@ -112,57 +113,117 @@ class DocumentPrompts:
     answer_tokens: int
     pieces: int
 
-    def __call__(self, tokenizer: Any, document: Document, ids_T: np.ndarray | None) -> Made:
-        """Return a document's prompts; `ids_T`: all tokens of its text, None for a conversation."""
-        made = Made([], Counter(), None)
-        of = self._conversation(tokenizer, document, made.left_out)
-        if document.messages is None and ids_T is not None:
-            of = self._about(tokenizer, document, ids_T, made.left_out)
+    def __call__(self, tokenizer: Any, documents: list[Document]) -> Iterator[Made]:
+        """Yield what each document gives; of a long one only the windows of its pieces are tokenised.
+
+        Raises:
+            DataError: the tokenizer fails.
+        """
+        chosen = [self._windows(one) for one in documents]
+        texts = [
+            [window.of(one.text) for window in own] or [one.text] if one.text is not None else []
+            for one, own in zip(documents, chosen, strict=True)
+        ]
+        ids = iter(encode(tokenizer, [text for some in texts for text in some]))
+        for one, own, some in zip(documents, chosen, texts, strict=True):
+            made = Made([], Counter(characters=sum(map(len, some))), None)
+            yield self._made(tokenizer, one, own, [next(ids) for _ in some], made)
+
+    def _made(
+        self, tokenizer: Any, document: Document, own: list[Window], ids: list[np.ndarray], made: Made
+    ) -> Made:
+        """Return a document's prompts, from the tokens of its windows, or of its whole text."""
+        if document.text is None:
+            prompts = self._conversation(tokenizer, document, made.counts)
+        else:
+            cut = self._cut(tokenizer, document, document.text, own, ids, made.counts)
+            prompts = self._about(tokenizer, document, cut, made.counts)
         try:
-            for asked in of:
+            for asked in prompts:
                 made.prompts.append(asked)
         except DataError as error:
             return made._replace(error=error)
         return made
 
-    def _conversation(
-        self, tokenizer: Any, document: Document, left_out: Counter[str]
-    ) -> Iterator[Unanswered]:
+    def _conversation(self, tokenizer: Any, document: Document, counts: Counter[str]) -> Iterator[Unanswered]:
         """Yield a conversation up to its last answer."""
         turns = [{key: turn[key] for key in ("role", "content")} for turn in document.messages or ()]
         while turns and turns[-1]["role"] == "assistant":
             turns.pop()
         if not turns or turns[-1]["role"] != "user":
-            left_out["unasked"] += 1
+            counts["unasked"] += 1
             return
-        yield from self._fitting(tokenizer, (document.name, document.kind), turns, left_out)
+        yield from self._fitting(tokenizer, (document.name, document.kind), turns, counts)
+
+    def _asked(self, document: Document) -> str:
+        """Return the kind whose questions a document gets."""
+        return document.kind if self.questions.get(document.kind) else "text"
+
+    def _limit(self, document: Document) -> int:
+        """Return the most tokens of a piece of running text, which fits beside any question."""
+        return self.room - self.around[self._asked(document)] - SLACK
+
+    def _windows(self, document: Document) -> list[Window]:
+        """Return the windows of a long document; none: it is tokenised whole, or is a conversation."""
+        if document.text is None:
+            return []
+        return windows(document, self.config, count=self.pieces, limit=self._limit(document))
+
+    def _cut(
+        self,
+        tokenizer: Any,
+        document: Document,
+        text: str,
+        own: list[Window],
+        ids: list[np.ndarray],
+        counts: Counter[str],
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the names and tokens of a text's pieces."""
+        limit, bos = self._limit(document), tokenizer.bos_token_id
+        if not own:
+            cut = cut_text(document, ids[0], self.config, count=self.pieces, limit=limit, bos=bos)
+            yield from ((piece.document.name, piece.ids_T) for piece in cut)
+            return
+
+        def larger(window: str) -> np.ndarray:
+            counts["characters"] += len(window)
+            return encode(tokenizer, [window])[0]
+
+        shortest = self.config.prompt_tokens[0] if self.config.prompt_tokens else 1
+        for window, ids_T in zip(own, ids, strict=True):
+            piece_T = cut_window(window, ids_T, text, larger, shortest=shortest, bos=bos)
+            if piece_T is not None:
+                yield window.name, piece_T
 
     def _about(
-        self, tokenizer: Any, document: Document, ids_T: np.ndarray, left_out: Counter[str]
+        self,
+        tokenizer: Any,
+        document: Document,
+        cut: Iterator[tuple[str, np.ndarray]],
+        counts: Counter[str],
     ) -> Iterator[Unanswered]:
         """Yield pieces of running text, each with a question."""
-        asked = document.kind if self.questions.get(document.kind) else "text"
+        asked = self._asked(document)
         own, each = self.questions[asked], self.around[asked] + SLACK
-        bos = tokenizer.bos_token_id
-        pieces = cut_text(document, ids_T, self.config, count=self.pieces, limit=self.room - each, bos=bos)
         empty = True
-        for piece in pieces:
+        for name, ids_T in cut:
+            text = tokenizer.decode(ids_T.tolist(), skip_special_tokens=True).strip()
+            if not text:  # of white space alone
+                continue
             empty = False
-            text = tokenizer.decode(piece.ids_T.tolist(), skip_special_tokens=True).strip()
-            draw = hashlib.sha256(f"{self.config.seed}:{piece.document.name}".encode()).digest()
+            draw = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
             rng = np.random.default_rng(list(draw[:8]))
             question, *more = own.draw(rng, int(rng.integers(self.turns[0], self.turns[1] + 1)))
             first = [_user(f"{text}\n\n{question}")]
-            names = piece.document.name, document.kind
-            yield from self._fitting(tokenizer, names, first, left_out, more, each)
-        left_out["short"] += empty
+            yield from self._fitting(tokenizer, (name, document.kind), first, counts, more, each)
+        counts["short"] += empty
 
     def _fitting(
         self,
         tokenizer: Any,
         names: tuple[str, str],
         messages: list[Message],
-        left_out: Counter[str],
+        counts: Counter[str],
         more: Sequence[str] = (),
         each: int = 0,
     ) -> Iterator[Unanswered]:
@@ -172,13 +233,13 @@ class DocumentPrompts:
             tokenizer: the target's.
             names: its name and text kind.
             messages: its turns.
-            left_out: counts of what is left out.
+            counts: counts what is left out.
             more: further questions.
             each: most tokens of one of them.
         """
         ids_T = masks.render_prompt(tokenizer, messages, name=names[0])
         if len(ids_T) > self.room:
-            left_out["long"] += 1
+            counts["long"] += 1
             return
         if more:
             more = tuple(more[: (self.room - len(ids_T)) // (each + self.answer_tokens)])
@@ -192,9 +253,9 @@ class DocumentPrompts:
 class Asking:
     """Makes prompts of a mixture's documents.
 
-    A conversation is asked up to its last answer. Running text is cut at random places (`cut_text`), and a
-    question on it follows. Both are functions of the seed and the document's name, so that the processes that
-    tokenise make the prompts too. A prompt is asked once.
+    A conversation is asked up to its last answer. Running text is cut at random places (`windows` for long
+    text, `cut_text` for other), and a question on it follows. Both are functions of the seed and the
+    document's name, so that the processes that tokenise make the prompts too. A prompt is asked once.
 
     Args:
         config: the mixture; sources for validation are left out.
@@ -207,7 +268,8 @@ class Asking:
         turns: fewest and most questions on a piece, one after the other; fewer if the context is full.
         answer_tokens: most tokens of an answer.
         stopping: asked before each document; True ends the prompts.
-        counts: numbers of documents read, of prompts, and of prompts left out.
+        counts: numbers of documents read, of characters tokenised to cut them, of prompts, and of those left
+            out.
     """
 
     config: DataConfig
@@ -245,7 +307,8 @@ class Asking:
         writer = self._writer()
         seen: set[bytes] = set()
         workers = self.config.tokenise_workers
-        with Encoder(self.tokenizer, workers=workers, sharing=self.sharing) as encoder:
+        sharing, streams = self.sharing, len(sources)
+        with Encoder(self.tokenizer, workers=workers, sharing=sharing, streams=streams) as encoder:
             for asked in _in_turn([self._of_source(source, writer, encoder) for source in sources]):
                 if (key := bytes.fromhex(asked.key)[:16]) in seen:
                     self.counts["twice"] += 1
@@ -291,8 +354,8 @@ class Asking:
                 self.counts["documents"] += 1
                 if document.text is None and document.messages is None:
                     continue
-                prompts, left_out, error = next(made)
-                self.counts.update(left_out)
+                prompts, counts, error = next(made)
+                self.counts.update(counts)
                 yield from prompts
                 if error is not None:
                     raise error

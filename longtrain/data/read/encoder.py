@@ -33,9 +33,9 @@ AHEAD_BATCHES = 16
 T = TypeVar("T")
 Chat = Callable[[Any, Document], Any]
 """What a process does with the tokenizer and a conversation; it and its result can be pickled."""
-Each = Callable[[Any, Document, "np.ndarray | None"], Any]
-"""What is made of the tokenizer, a document, and the token ids of its text (None: a conversation); it and its
-result can be pickled."""
+Each = Callable[[Any, list[Document]], Iterator[Any]]
+"""Makes an item of each of some texts and conversations, of which it tokenises what it needs; it and the
+items can be pickled."""
 Encoded = tuple[list[Document], Iterator[Any]]
 """Documents, and what was made of those with a text (token ids, int32) or turns (see `Encoder.batches`)."""
 
@@ -63,6 +63,7 @@ class Encoder:
         tokenizer: the target's; with processes it must be possible to pickle it.
         workers: processes from the first text on; 0: none; None: `usual_workers()` for much text.
         sharing: number of such objects in other processes, this one counted, that share the machine's cores.
+        streams: number of streams whose batches are taken in turn; what is read ahead is all of theirs.
         append_eos: end each text with the end-of-sequence token.
 
     Raises:
@@ -70,7 +71,13 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: Any, *, workers: int | None = None, sharing: int = 1, append_eos: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        workers: int | None = None,
+        sharing: int = 1,
+        streams: int = 1,
+        append_eos: bool = False,
     ) -> None:
         if append_eos and tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -80,8 +87,9 @@ class Encoder:
         self._end = np.asarray([tokenizer.eos_token_id] if append_eos else [], np.int32)
         self._workers = usual_workers(sharing) if workers is None else workers
         self._from_chars = PARALLEL_CHARS if workers is None else 0
+        self._most_slices = max(1, 2 * self._workers // streams)
         self._chars = 0
-        """Characters of the texts that were tokenised so far."""
+        """Characters of the texts that were read so far."""
         self._processes: Processes | None = None
 
     def __enter__(self) -> Encoder:
@@ -94,7 +102,7 @@ class Encoder:
                 self._processes.kill()
             self._processes.close()
         if self._chars:
-            log.info("tokenised characters=%d processes=%d", self._chars, used)
+            log.info("read characters=%d, tokenising processes=%d", self._chars, used)
         self._processes = None
 
     def batches(
@@ -103,13 +111,13 @@ class Encoder:
         """Yield batches of documents in their order, each with the token ids of its texts.
 
         A bounded number of batches is in memory: `AHEAD_BATCHES` before the processes are started, and then
-        as many as give each process two slices of text.
+        as many as give each process two slices of text, those of all streams together.
 
         Args:
             stream: documents; those without a text are passed on.
             chat: applied to each conversation by the processes; its result is an item among those of texts,
                 None as long as there are no processes. Without `chat` a conversation has no item.
-            each: applied to each text and conversation, wherever it is tokenised; its results are the items.
+            each: makes the items of texts and conversations instead, wherever the others would be tokenised.
 
         Raises:
             DataError: the tokenizer fails, or a process was killed.
@@ -147,7 +155,7 @@ class Encoder:
             waiting.append((batch, futures))
             n_slices += max(1, len(futures))
             ready = all(future.done() for future in waiting[0][1])
-            while waiting and (ready or n_slices > 2 * self._workers or not waiting[0][1]):
+            while waiting and (ready or n_slices > self._most_slices or not waiting[0][1]):
                 ready = False
                 batch, futures = waiting.popleft()
                 n_slices -= max(1, len(futures))
@@ -187,7 +195,7 @@ class _Work:
         return [one for one in batch if one.text is not None or (chats and one.messages is not None)]
 
     def chars(self, batch: list[Document]) -> int:
-        """Return the number of characters of a batch that are tokenised."""
+        """Return the number of characters of a batch's documents that have an item."""
         return sum(map(_size, self.items(batch)))
 
     def here(self, tokenizer: Any, items: list[Document]) -> Iterator[Any]:
@@ -196,18 +204,15 @@ class _Work:
 
     def made(self, tokenizer: Any, items: list[Document]) -> Iterator[Any]:
         """Return the items in their order."""
+        if self.each is not None:
+            return self.each(tokenizer, items)
         ids = iter(encode(tokenizer, [item.text for item in items if item.text is not None]))
-        return self._made(tokenizer, items, ids)
+        return (self._one(tokenizer, item, ids) for item in items)
 
-    def _made(self, tokenizer: Any, items: list[Document], ids: Iterator[np.ndarray]) -> Iterator[Any]:
-        for item in items:
-            ids_T = None if item.text is None else next(ids)
-            if self.each is not None:
-                yield self.each(tokenizer, item, ids_T)
-            elif ids_T is not None or self.chat is None:
-                yield ids_T
-            else:
-                yield self.chat(tokenizer, item)
+    def _one(self, tokenizer: Any, item: Document, ids: Iterator[np.ndarray]) -> Any:
+        if item.text is not None:
+            return next(ids)
+        return None if self.chat is None else self.chat(tokenizer, item)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:

@@ -145,8 +145,8 @@ def assemble(
 
 
 class _Metrics:
-    """Computes the metrics of one run. A system's records are given as strata: one list for each task, in
-    order.
+    """Computes the metrics of one run. A system's records are given as strata: one list for each task, by
+    name, so that intervals do not depend on the order of the suite's tasks.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Metrics:
     def system(self, system: System, official: Mapping[str, float]) -> Json:
         """A system's entry in `results["systems"]`."""
         tasks = self.found[system.name]
-        strata = list(tasks.values())
+        strata = [tasks[name] for name in sorted(tasks)]
         edges = position_edges(max(self.longest.values(), default=1))
         return {
             "name": system.name,
@@ -207,7 +207,7 @@ class _Metrics:
         """
         strata = {task: [self._numbers_of_pairs(some, second)] for task, some in self.found[first].items()}
         if self.distances and len(strata) > 1:
-            strata[AVERAGE] = [pairs for one in strata.values() for pairs in one]
+            strata[AVERAGE] = [pairs for name in sorted(strata) for pairs in strata[name]]
         plain = [metric for metric in self.suite.metrics if metric.kind in PLAIN_KINDS]
         entries = []
         for task, some in strata.items():
@@ -254,10 +254,10 @@ class _Metrics:
         ]
 
     def _part(self, strata: Sequence[Sequence[Record]]) -> Json:
-        """The entry of a cell or of a facet's value; tasks are ordered by name."""
+        """The entry of a cell or of a facet's value."""
         rows = _rows(strata)
         return {
-            "score": self._score(sorted(strata, key=lambda some: some[0].task)),
+            "score": self._score(strata),
             "acceptance": pooled_ratio(tau_of(rows), self.draw).to_json() if rows else None,
             "metrics": self._own(strata),
         }

@@ -37,11 +37,6 @@ class Unit:
         """(task, example) for every example of the unit."""
         return [(self.task.name, example.id) for example in self.examples]
 
-    def split(self, size: int) -> list[Unit]:
-        """Split the unit into units of at most `size` examples."""
-        starts = range(0, len(self.examples), size)
-        return [replace(self, examples=self.examples[at : at + size]) for at in starts]
-
 
 def plan(suite: Suite, *, batch: int) -> list[Unit]:
     """Divide a suite into units that contain every example once.

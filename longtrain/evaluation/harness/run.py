@@ -1,5 +1,5 @@
 """Runs units with systems: each result goes to the journal as it is finished; batches are split if memory
-runs out.
+runs out, and joined again once it suffices.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +29,45 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 Json = dict[str, Any]
+WELL = 3
+"""Batches that must have fitted before a larger one is tried again."""
 
 
 class StoppedError(LongtrainError):
     """The run was asked to stop; finished units are in the journal."""
+
+
+@dataclass
+class Room:
+    """The batch of one system that fits into memory: halved where memory runs out, and doubled again later,
+    since another process may have held the memory for a moment.
+
+    Args:
+        asked: the batch that was asked for.
+        size: the batch that is run now.
+        well: batches that fitted since it changed, smaller ones at the end of a unit included.
+        raised: the task in which the batch was doubled to this size; empty: it was not.
+        refused: task -> a batch that ran out again after it was doubled, which is not tried there any more.
+    """
+
+    asked: int
+    size: int
+    well: int = 0
+    raised: str = ""
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def too_large(self, task: str, count: int) -> None:
+        """Halve a batch of `count`, which did not fit."""
+        if self.raised == task:
+            self.refused[task] = count
+        self.size, self.well, self.raised = count // 2, 0, ""
+
+    def fitted(self, task: str) -> None:
+        """Double the batch if enough of them fitted and a larger one may be tried in this task."""
+        self.well += 1
+        larger = min(2 * self.size, self.asked)
+        if self.well >= WELL and self.size < larger < self.refused.get(task, larger + 1):
+            self.size, self.well, self.raised = larger, 0, task
 
 
 @dataclass(frozen=True)
@@ -55,8 +90,8 @@ class Runner:
         """Run the units that are not in the journals yet, every system of the group on a unit before the next
         unit.
 
-        A batch that does not fit into memory is halved, and so are the later ones of that system; an example
-        that does not fit alone gets a record with the failure.
+        A batch that does not fit into memory is halved, and so are the next ones of that system (`Room`); an
+        example that does not fit alone gets a record with the failure.
 
         Raises:
             StoppedError: `stopping` returned True; the current unit is finished and recorded.
@@ -64,14 +99,16 @@ class Runner:
         """
         answerer = Answerer(self.target, self.sampling, [system for system, _ in group])
         done = {system.name: places_of(journal) for system, journal in group}
-        sizes = {system.name: halved_to(journal) for system, journal in group}
+        asked = max((len(unit.examples) for unit in units), default=1)
+        rooms = {
+            system.name: Room(asked, min(asked, halved_to(journal) or asked)) for system, journal in group
+        }
         for unit in units:
             for system, journal in group:
                 for left in remaining([unit], done[system.name]) if unit.task.serves(system) else ():
                     if self.stopping():
                         raise StoppedError("stopped as asked; finished examples are kept")
-                    size = self._halved(answerer, system, left, journal, size=sizes[system.name])
-                    sizes[system.name] = size
+                    self._fitting(answerer, system, left, journal, rooms[system.name])
 
     def unit(self, system: System, unit: Unit, *, answerer: Answerer | None = None) -> Json:
         """Run one unit; returns its records and times as JSON values.
@@ -97,32 +134,31 @@ class Runner:
         times["batch"] = len(unit.examples)
         return {"records": [record.to_json() for record in records], "times": times}
 
-    def _halved(
-        self, answerer: Answerer, system: System, unit: Unit, journal: ResultsJournal, *, size: int | None
-    ) -> int | None:
-        """Run a unit in parts of at most `size`; returns the size that fits, or None if no limit
-        was needed.
-        """
-        what = f"{system.name} · {unit.task.name}"
-        waiting = unit.split(size or len(unit.examples))
-        while waiting:
-            part = waiting.pop(0)
-            payload = self._tried(answerer, system, part)
-            count = len(part.examples)
+    def _fitting(
+        self, answerer: Answerer, system: System, unit: Unit, journal: ResultsJournal, room: Room
+    ) -> None:
+        """Run a unit in parts for which there is room."""
+        task, left = unit.task.name, unit.examples
+        what = f"{system.name} · {task}"
+        while left:
+            part = replace(unit, examples=left[: room.size])
+            count, payload = len(part.examples), self._tried(answerer, system, part)
+            fits = payload is not None
             if payload is None and count > 1:
-                size = count // 2
-                log.warning("memory ran out: %s at a batch of %d; going on with %d", what, count, size)
-                waiting = [small for one in (part, *waiting) for small in one.split(size)]
+                room.too_large(task, count)
+                log.warning("memory ran out: %s at a batch of %d; going on with %d", what, count, room.size)
                 continue
             if payload is None:
                 log.warning("memory ran out: %s at example %s alone", what, part.examples[0].id)
                 record = answerer.failed(system, unit.task, part.examples[0])
                 payload = {"records": [record.to_json()], "times": {"batch": 1}}
-            if size is not None:
-                payload["halved_to"] = size
+            if room.size < room.asked:
+                payload["halved_to"] = room.size
+            if fits:
+                room.fitted(task)
             journal.put(part.key, payload)
             self.advance(what, count)
-        return size
+            left = left[count:]
 
     def _tried(self, answerer: Answerer, system: System, unit: Unit) -> Json | None:
         """The result of a unit, or None if memory ran out (after freeing what can be freed)."""

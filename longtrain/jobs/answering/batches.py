@@ -221,16 +221,16 @@ class AnswerBatches:
             self._group = []
 
     def _fill(self, prompts: Iterator[Unanswered]) -> None:
-        """Choose the next group, of prompts of similar length: those of a batch are sorted, longest first.
+        """Choose the next group, of prompts of similar length: a batch is sorted, longest first.
 
         Prompts that need larger places wait until there is a batch of them, since all places are then made
         anew, or until the others end.
         """
         while not self._group and not self._queue:
             started_s = time.perf_counter()
-            window = list(islice(prompts, self.batch))
+            unanswered = (asked for asked in prompts if asked.key not in self.files.done)
+            left = window = list(islice(unanswered, self.batch))
             self.waited_s += time.perf_counter() - started_s
-            left = [asked for asked in window if asked.key not in self.files.done]
             if self.places is not None:
                 slots = self.places.slots
                 self._longer += [asked for asked in left if self.needs(asked) > slots]

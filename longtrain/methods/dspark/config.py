@@ -115,7 +115,7 @@ class Config:
         for name, switch, off in (
             ("selector_top", "heads", self.heads != SELECTOR),
             ("selector_weight", "heads", self.heads != SELECTOR),
-            ("confidence_weight", "heads", self.heads == SELECTOR),
+            ("confidence_weight", "heads", self.heads != "markov_confidence"),
             ("conv_group", "conv_taps", not self.conv_taps),
         ):
             usual = getattr(Config, name)

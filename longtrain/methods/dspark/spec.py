@@ -86,7 +86,7 @@ def _check_data(config: Config, data: DataConfig) -> None:
 
 
 def _check_target(config: Config, info: TargetInfo) -> None:
-    """Refuse heads that attention or RoPE cannot have, and a mask token that the target lacks."""
+    """Refuse heads that attention or RoPE cannot have, and tokens that the target lacks."""
     heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
     if heads % groups:
         raise ConfigError(
@@ -95,6 +95,11 @@ def _check_target(config: Config, info: TargetInfo) -> None:
         )
     if config.head_dim % 2:
         raise ConfigError(f"method.head_dim={config.head_dim}; RoPE allows even numbers, or 0: the target's")
+    if config.candidates > info.vocab_size:
+        raise ConfigError(
+            f"method.selector_top={config.candidates} candidates of a slot; target {info.name} has "
+            f"{info.vocab_size} tokens; pass {info.vocab_size} or less"
+        )
     if config.conv_taps:
         check_groups(config.conv_group, info.hidden_size)
     _check_keys_read(config, info)

@@ -205,7 +205,7 @@ def _first_child_accepted(patch):
     [
         (_off_by_one, CHAIN, None),
         (_siblings_seen, TREE, None),
-        (_stale_entry, CHAIN, None),
+        pytest.param(_stale_entry, CHAIN, None, marks=pytest.mark.slow),
         (_first_child_accepted, CHAIN, 9),
     ],
 )
@@ -239,6 +239,7 @@ def test_a_fault_of_one_way_of_reading_is_not_noise(noisy, prompts, plain, monke
         assert noise_of(noisy, Parts(), passage, at_once, rows=4) < 2 * sound + 1
 
 
+@pytest.mark.slow
 def test_what_is_not_read_again_changes_no_verdict(run, monkeypatch):
     """Texts that several drafts share, and noise that others exceed, against reading everything."""
     made = run(again=CHAIN, tree=TREE)

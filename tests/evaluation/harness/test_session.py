@@ -15,7 +15,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness import answers as running
 from longtrain.evaluation.harness import recorded
-from longtrain.evaluation.harness.run import StoppedError
+from longtrain.evaluation.harness.run import Room, StoppedError
 from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.task import Example, Measured, Task, sequence_id
 from longtrain.files import as_json
@@ -206,6 +206,61 @@ def test_a_run_that_goes_on_keeps_to_the_batch_that_fits(session, monkeypatch):
     assert max(Crowded.calls) == 2
     (note,) = again.finish().results["notes"]
     assert note == "memory ran out with full at a batch of 4; the smallest batch was 2"
+
+
+class Pressed(Engine):
+    """Has room for a number of prompts that changes with every call; after the last one it stays."""
+
+    room: list[int] = []
+    calls: list[int] = []
+
+    def generate(self, prompts, **settings):
+        Pressed.calls.append(len(prompts))
+        most = Pressed.room.pop(0) if len(Pressed.room) > 1 else Pressed.room[0]
+        if len(prompts) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().generate(prompts, **settings)
+
+
+@pytest.mark.parametrize(
+    ("room", "calls"),
+    [
+        ([2, 1, 6], [6, 3, 1, 1, 1, 2, 1, 2, 4, 4, 2, 1, 5]),  # memory is short for two calls
+        ([2], [6, 3, 1, 1, 1, 2, 1, 2, 4, 2, 2, 2, 2, 2, 1, 2, 3, 1, 1, 1]),  # and here always
+    ],
+)
+def test_a_batch_is_doubled_again_and_refused_once_in_a_task(session, monkeypatch, room, calls):
+    """Batches of 6, 6, 6 and 1, then of 5."""
+    monkeypatch.setattr(running, "Engine", Pressed)
+    Pressed.room, Pressed.calls = list(room), []
+    made = session("pressed", suite(task(examples=19), task("more", examples=5)), entries=(), batch=6)
+    found = json.loads(whole(made)[0])
+    assert Pressed.calls == calls
+    assert sum(system["tasks"][0]["score"]["n"] for system in found["systems"]) == 19
+    smallest = "memory ran out with full at a batch of 6; the smallest batch was 1"
+    assert smallest in found["notes"]
+
+
+def test_room_is_refused_where_a_doubled_batch_ran_out_and_nowhere_else():
+    room = Room(8, 8)
+
+    def sizes(task, count):
+        return [room.fitted(task) or room.size for _ in range(count)]
+
+    room.too_large("a", 8)
+    assert sizes("a", 3) == [4, 4, 8]
+    room.too_large("b", 8)  # doubled in a: it may have been the first of b
+    assert sizes("b", 3) == [4, 4, 8]
+    room.too_large("b", 8)
+    room.too_large("b", 4)
+    assert sizes("b", 7) == [2, 2, 4, 4, 4, 4, 4] and sizes("a", 1) == [8]
+
+
+def test_where_not_even_one_fits_no_batch_is_doubled(session, monkeypatch):
+    monkeypatch.setattr(running, "Engine", Pressed)
+    Pressed.room, Pressed.calls = [0], []
+    whole(session("none", suite(task(examples=6)), entries=(), batch=2))
+    assert Pressed.calls == [2, *6 * [1]]
 
 
 def test_a_journal_without_checksums_is_refused(session):

@@ -41,6 +41,15 @@ def test_a_run_against_itself_shows_no_difference(write):
         assert not pair["average"]["larger_than_noise"]
 
 
+def test_the_order_of_tasks_changes_no_difference(made, write):
+    systems = [one for one in made.systems if one.name in ("full", "snapkv@64", "longspec_llama8b")]
+    old, new = compare.load([write("old", systems=systems), write("new", lift, systems=systems)])
+    other = replace(old, outputs=dict(reversed(old.outputs.items())))
+    found, again = (compare.compare(one, new, Bootstrap(resamples=100))["pairs"] for one in (old, other))
+    for one, two in zip(found, again, strict=True):
+        assert one.pop("tasks") == two.pop("tasks")[::-1] and one == two
+
+
 def test_acceptance_is_compared_where_drafts_ran(made, write):
     systems = [made.systems[0], next(s for s in made.systems if s.name == "longspec_llama8b")]
 

@@ -15,7 +15,7 @@ from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.reporting.examples import examples
 from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
-from longtrain.evaluation.suite import Scale, Suite, Summary
+from longtrain.evaluation.suite import DIVERGENCE, Scale, Suite, Summary
 from longtrain.evaluation.task import Example, Measured, Task
 from longtrain.systems import System
 
@@ -89,6 +89,34 @@ def test_results_do_not_depend_on_the_order_of_records(two):
     suite, records = two
     shuffled = random.Random(3).sample(records, len(records))
     assert json.dumps(run(suite, [FULL, SMALL], shuffled)) == json.dumps(run(suite, [FULL, SMALL], records))
+
+
+def test_intervals_depend_neither_on_the_order_of_tasks_nor_on_other_tasks(made):
+    """Tasks of 10, 3, 10, 2 and 40 examples: the small ones share their deviations in an average."""
+    systems = [one for one in made.systems if one.name in ("full", "snapkv@64", "longspec_llama8b")]
+    few = {"qasper": 3, "lcc": 2}
+    every = [one for one in made.records if int(one.example.split("-")[1]) < few.get(one.task, 99)]
+    every = [
+        replace(one, measures={"divergence": one.score, "tokens": float(len(one.example))})
+        for one in every
+        if one.system in [system.name for system in systems]
+    ]
+
+    def results(scale, *names):
+        tasks = tuple(task for name in names for task in made.suite.tasks if task.name == name)
+        suite = replace(made.suite, tasks=tasks, scale=scale, rivals=lambda _: [("snapkv@64", "full")])
+        found = run(suite, systems, [one for one in every if one.task in names])
+        own = [*found["cells"], *found["differences"]]
+        for system in found["systems"]:
+            own += system.pop("tasks")
+        return found["systems"], {json.dumps(one, sort_keys=True) for one in own}
+
+    names = ("needle", "lcc", "narrativeqa", "qasper", "gov_report")
+    for scale in (Scale(), Scale(DIVERGENCE, None, False)):
+        whole = results(scale, *names)
+        assert results(scale, *reversed(names)) == results(scale, *sorted(names)) == whole
+        fewer, own = results(scale, *names[1:])
+        assert {one for one in own if '"average"' not in one} < whole[1] and fewer != whole[0]
 
 
 def test_cells_and_facets_split_the_scores(two):

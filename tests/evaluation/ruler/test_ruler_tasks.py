@@ -73,7 +73,9 @@ def test_answers_are_in_the_context(examples, task: str) -> None:
         assert not any(answer in example.input[asked:] + example.answer_prefix for answer in wanted)
 
 
-@pytest.mark.parametrize("length", [1021, 2048, 4095, 5003])
+@pytest.mark.parametrize(
+    "length", [1021, 2048, *(pytest.param(length, marks=pytest.mark.slow) for length in (4095, 5003))]
+)
 def test_odd_lengths(make, length: int) -> None:
     for task in TASKS:
         if task == "qa_2" and length < 2048:

@@ -52,6 +52,7 @@ def test_equal_to_the_package(text_pairs) -> None:
     assert sum(0 < score < 1 for score in got) > 1000 and len(set(got)) > 150
 
 
+@pytest.mark.slow
 def test_equal_on_texts_of_many_sentences() -> None:
     rng = random.Random(1)
     vocabulary = words(60).split()
@@ -65,6 +66,7 @@ def test_equal_on_texts_of_many_sentences() -> None:
     assert got == official(pairs) and min(got) > 0.2
 
 
+@pytest.mark.slow
 def test_equal_around_the_depth_where_the_official_walk_breaks() -> None:
     at = OFFICIAL_STEPS
     equal = [(words(k), words(k)) for k in (at, at + 1)]  # every step goes along both

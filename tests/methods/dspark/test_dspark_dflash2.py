@@ -168,6 +168,7 @@ def bigram_target():
     return target
 
 
+@pytest.mark.slow
 def test_the_selector_learns_a_bigram_language_and_slots_alone_do_not():
     target, found = bigram_target(), {}
     for heads in ("none", "selector"):

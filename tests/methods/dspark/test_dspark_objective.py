@@ -361,6 +361,7 @@ def test_what_cannot_be_built_is_refused(llama):
         ({"selector_top": 8}, "method.selector_top=8; allowed: 16 where method.heads=markov_confidence"),
         ({"selector_weight": 0.5}, "method.selector_weight=0.5; allowed: 1.0 where"),
         ({"heads": "selector", "confidence_weight": 0.5}, "method.confidence_weight=0.5; allowed: 1.0 where"),
+        ({"heads": "markov", "confidence_weight": 0.5}, "method.confidence_weight=0.5; allowed: 1.0 where"),
         ({"conv_group": 8}, "method.conv_group=8; allowed: 16 where method.conv_taps=0"),
         ({"conv_taps": 6}, "method.conv_taps=6; allowed: 0 to 5, the rows of a block"),
         ({"target_kv": True}, "method.windows=null; allowed: with method.target_kv=true a window"),
@@ -378,11 +379,27 @@ def test_what_cannot_be_built_is_refused(llama):
         ({"n_heads": 7}, "method.n_heads=7 is no multiple of the 2 KV heads"),
         ({"head_dim": 7}, "method.head_dim=7; RoPE allows even numbers"),
         ({"mask_token": 97}, "method.mask_token=97; target .* has tokens 0..96"),
+        ({"heads": "selector", "selector_top": 98}, "method.selector_top=98 candidates .* has 97 tokens"),
     ],
 )
 def test_what_no_target_can_have_is_refused_before_training(keys, words, llama):
     with pytest.raises(ConfigError, match=words):
         SPEC.check_target(replace(SMALL, **keys), llama.info)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "yarn"}, r"rope_parameters=.*yarn.* \(method.rope, .*\{'factor'\}; correct them"),
+        ({"rope_type": "linear", "factor": "x"}, r"rope_parameters=.*'x'.*; correct them"),
+        ({"rope_type": "yarn", "rope_theta": 0, "factor": 2.0}, "rope_parameters=.*; correct them"),
+        ({"rope_type": "none such"}, "rotary embedding of type 'none such'"),
+    ],
+)
+def test_a_rotary_embedding_that_cannot_be_built_is_refused(rope, words, llama):
+    config = replace(SMALL, rope=rope)
+    with pytest.raises(TargetMismatchError, match=words):
+        DSparkObjective(DSparkDraft(config, llama.info), llama, config)
 
 
 def chosen(target, **keys):

@@ -240,7 +240,7 @@ def test_every_shape_that_auto_may_choose(target, prompts, name, monkeypatch):
 
     monkeypatch.setattr(Control, "choose", in_turns)
     monkeypatch.setattr(Control, "learn", lambda *of, **about: None)
-    options = {"max_new_tokens": 48, "ignore_eos": True}
+    options = {"max_new_tokens": 32, "ignore_eos": True}
     plain = Engine(target, parts).generate(prompts, shape=PLAIN, **options)
     out = Engine(target, parts).generate(prompts, shape=AUTO, **options)
     assert out.tokens == plain.tokens and len(set(seen)) > 6

@@ -112,8 +112,8 @@ class BlockKeys:
         confident = bool(rank) and raw.get("enable_confidence_head", bool, False)
         words = "none" if not rank else "markov_confidence" if confident else "markov"
         heads = {"heads": words, "markov_rank": rank or Config.markov_rank}
-        heads = self.options() if self.kind.draft == DFLASH2 else heads
         whole = layer.get("vocab_size", Count)
+        heads = self.options(whole) if self.kind.draft == DFLASH2 else heads
         size = raw.get("draft_vocab_size", Count, whole)
         if size > whole:
             raise raw.wrong("draft_vocab_size", f"1 to {whole}, the target's tokens (vocab_size)")
@@ -130,9 +130,12 @@ class BlockKeys:
             **layer_sizes(raw, layer),
         )
 
-    def options(self) -> dict[str, Any]:
-        """Return the hyperparameters of DFlash2's convolutions and selector, by name."""
+    def options(self, whole: int) -> dict[str, Any]:
+        """Return the hyperparameters of DFlash2's convolutions and selector, by name; `whole`: all tokens."""
         taps, group, rank, top = (self.one(key, Count) for key in OPTIONS)
+        if top > whole:
+            said = self.nested if self.nested.has("selector_top_k") else self.raw
+            raise said.wrong("selector_top_k", f"1 to {whole}, the target's tokens (vocab_size)")
         own = {"conv_taps": taps, "conv_group": group, "selector_top": top}
         return {"heads": SELECTOR, "markov_rank": rank, **own}
 

@@ -13,12 +13,13 @@ import torch
 
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
 from longtrain.methods.draft_checks import again_fresh, changes, read_record, replayed, unhealthy
-from longtrain.methods.draft_folders import CONFIG, read_tensors
+from longtrain.methods.draft_folders import CONFIG, read_config, read_tensors
 from longtrain.methods.dspark.config import Config
 from longtrain.methods.dspark.formats.golden import Blocks
 from longtrain.methods.dspark.formats.names import FILL_IN, FLAT, MASK_ROW, SPECULATORS, kind_of
 from longtrain.methods.dspark.formats.read import COPIES, BlockKeys, read_folder
 from longtrain.methods.dspark.formats.smoke import smoke
+from longtrain.methods.folder_keys import Keys
 from longtrain.methods.vocabulary import IDS, lacking
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
     except LongtrainError as error:
         raise ArtifactError("; ".join([str(error), *wrong])) from None
     config = Config(**found.config)
+    wrong += drafted_beyond(folder, config.block_size)
     wrong += unhealthy(found.tensors)
     said.append(f"tensors={len(found.tensors)} format={found.about['format']}")
     said.append("rows of a block see all of it in vLLM and SGLang")
@@ -108,6 +110,20 @@ def engine_problems(folder: Path, trained_by: str | None) -> list[str]:
     if keys.kind.form == FLAT and not rope.values and not keys.layer.has("rope_theta"):
         wrong.append("rope_theta is missing: vLLM takes 1000000, SGLang 10000")
     return wrong
+
+
+def drafted_beyond(folder: Path, slots: int) -> list[str]:
+    """Return a message if a speculators folder lets vLLM draft more tokens a cycle than a block has slots."""
+    part = Keys(folder / CONFIG, read_config(folder)).part("speculators_config").values
+    listed = part.get("proposal_methods")
+    methods = listed if isinstance(listed, list) else []
+    asked = [one.get("speculative_tokens") for one in methods if isinstance(one, dict)]
+    return [
+        f"speculative_tokens={one} in speculators_config, which vLLM drafts in a cycle: a block of it "
+        f"has {slots} slots; write {slots} or less"
+        for one in asked
+        if isinstance(one, int) and one > slots
+    ]
 
 
 def window_less(form: str) -> int:

@@ -88,6 +88,7 @@ def test_keys_of_a_flat_folder(export):
     assert (config["markov_rank"], config["markov_head_type"]) == (6, "vanilla")
     assert config["enable_confidence_head"] is True and config["confidence_head_with_markov"] is True
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["trained_max_tokens"] == 128 and config["max_position_embeddings"] == 512
     assert "embed_tokens.weight" not in folder.tensors and "mask_id" not in folder.tensors
     assert "--speculative-num-draft-tokens 6" in (folder.path / "README.md").read_text()
     assert '"method": "dspark"' in (folder.path / "README.md").read_text()
@@ -200,7 +201,9 @@ def test_vocabularies_that_engines_do_not_draft_from(export, target):
 
 def test_a_block_counts_its_anchor_where_the_format_does(export):
     """Speculators and DFlash count rows, a flat DSpark folder the tokens that are drafted."""
-    assert export("speculators", sample_from_anchor=False)[0].config["block_size"] == 6
+    config = export("speculators", sample_from_anchor=False)[0].config
+    assert config["block_size"] == 6
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     assert export("flat", sample_from_anchor=False)[0].config["block_size"] == 5
     for form in FORMS:
         folder = export(form, **DFLASH)[0]
@@ -352,6 +355,18 @@ def test_a_published_dflash_draft(foreign):
     assert config.layers == [1, 3] and config.mask_token == 7 and config.windows is None
 
 
+def test_where_no_key_names_it_there_is_no_confidence_head(foreign):
+    gone = dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"))
+    path, _ = foreign("flat", {**gone, "architectures": ["DSparkDraftModel"]}, heads="markov")
+    assert Artifact.load(path).typed_config().heads == "markov"
+
+
+def test_the_layout_in_dflash_config_is_the_one_that_engines_read(foreign):
+    path, _ = foreign("flat", {"dflash_config.sample_from_anchor": True}, **DFLASH)
+    with pytest.raises(ArtifactError, match="sample_from_anchor=true; allowed: false"):
+        Artifact.load(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -360,6 +375,9 @@ def test_a_published_dflash_draft(foreign):
         ({"mask_token_id": None, "dflash_config.mask_token_id": None}, "mask_token_id=nothing"),
         ({"mask_token_id": 97, "dflash_config.mask_token_id": 97}, r"mask_token_id=97; allowed: 0 to 96"),
         ({"markov_head_type": "gated"}, 'markov_head_type="gated"; allowed: vanilla'),
+        ({"confidence_head_with_markov": None}, "confidence_head_with_markov=nothing; allowed: true"),
+        ({"output_multiplier": 2.0}, r"output_multiplier=2\.0; allowed: 1"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style=false; allowed: true"),
         ({"dflash_config.attention_sink_bias": True}, "attention_sink_bias=true; allowed: false"),
         ({"rope_parameters.partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; allowed: 1"),
         ({"rope_parameters.mrope_section": [2, 3, 3]}, "mrope_section"),
@@ -384,6 +402,7 @@ def test_what_longtrain_does_not_compute_is_told(foreign, changes, said):
     [
         ({"dflash_config.conv_group_size": None}, "conv_group_size=nothing; allowed: a whole number"),
         ({"dflash_config.selector_top_k": 0}, "selector_top_k=0"),
+        ({"dflash_config.selector_top_k": 98}, "selector_top_k=98; allowed: 1 to 97, the target's"),
         ({"dflash_config.conv_group_size": 7}, "method.conv_group=7 channels"),
         ({"dflash_config.conv_kernel_size": 3}, r"base_kernel is \(2, 2, 48\), not \(2, 3, 48\)"),
         ({"dflash_config.conv_kernel_size": 7}, "method.conv_taps=7; allowed: 0 to 6"),

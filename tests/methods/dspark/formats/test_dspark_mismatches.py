@@ -74,6 +74,19 @@ def test_layer_ids_off_by_one(export):
     refused(folder, r"aux_hidden_state_layer_ids=\[1, 3\] .exported: \[2, 4\]")
 
 
+@pytest.mark.parametrize("fields", [{}, DFLASH])
+def test_more_drafted_tokens_than_a_block_has(export, fields):
+    """The record leaves `speculators_config` free, for other targets and shorter drafts."""
+    folder, _, settings = export("speculators", **fields)
+    for tokens in (settings.block_size - 2, settings.block_size + 1):
+        config = folder.config
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = tokens
+        folder.write(config=config)
+        if tokens < settings.block_size:
+            verify(folder)
+    refused(folder, f"speculative_tokens={tokens} in speculators_config.* has {tokens - 1} slots")
+
+
 def test_full_layers_of_dflash_that_vllm_serves_causal(foreign):
     """Speculators trains full layers over whole blocks, whatever the key of windows says."""
     keys = {"sliding_window_non_causal": False, "transformer_layer_config.is_causal": None}

@@ -18,6 +18,8 @@ from longtrain.methods.eagle3.spec import SPEC
 from longtrain.targets.loading import random_target
 
 FORMS = ("speculators", "flat")
+FC_NORMS = ("fc_norm.0", "fc_norm.1", "fc_norm.2")
+OLD_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
 def foreign(tmp_path, tensors, config, *, prefix="midlayer.", pickled=False):
@@ -70,6 +72,8 @@ def test_what_was_written_is_read(export, target, form, fields):
     artifact = Artifact.load(folder.path)
     assert artifact.method == "eagle3" and artifact.folder == folder.path
     artifact.build(target)
+    layer = folder.config.get("transformer_layer_config", folder.config)
+    assert layer["num_aux_hidden_states"] == len(config.layers)
     back, mine = artifact.typed_config(), vars(config)
     same = ("layers", "draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "window")
     assert {key: getattr(back, key) for key in same} == {key: mine[key] for key in same}
@@ -131,15 +135,19 @@ def test_a_server_drafts_no_more_than_was_trained(export):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_that_engines_need(export, form):
-    config = export(form, window=9)[0].config
+    folder = export(form, window=9)[0]
+    config = folder.config
     layer = config["transformer_layer_config"] if form == "speculators" else config
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
     assert layer["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
-    assert layer["num_aux_hidden_states"] == 3 and layer["sliding_window"] == 10
+    assert layer["num_aux_hidden_states"] == 3
+    assert layer["sliding_window"] == 10 and layer["use_sliding_window"] is True
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] and "rope_scaling" in layer
     assert config["norm_before_residual"] is False and "target_hidden_size" not in config
     assert config["trained_max_tokens"] == 128 and layer["max_position_embeddings"] == 512
     assert config["trained_by"] == "longtrain" and layer["tie_word_embeddings"] is False
+    sglang = "--speculative-num-draft-tokens 5 \\\n  --speculative-draft-window-size 10\n"
+    assert (sglang in (folder.path / "README.md").read_text()) == (form == "flat")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +167,49 @@ def test_others_folders(old, target, tmp_path, change, prefix, pickled):
         f"tensors={len(tensors)} format=flat",
         "SGLang's rules of loading hold",
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "says", "names", "size"),
+    [
+        ("fc_norm", {"use_aux_norm": True}, dict(zip(FC_NORMS, OLD_NORMS, strict=True)), 48),
+        ("norm_before_fc", {"norm_before_fc": True}, {"input_norm": "input_norm"}, 3 * 48),
+        (
+            "qk_norm",
+            {"architectures": ["Eagle3Qwen3ForCausalLM"]},
+            {f"self_attn.{x}_norm": f"midlayer.self_attn.{x}_norm" for x in "qk"},
+            16,
+        ),
+    ],
+    ids=["SGLang's old names", "no eagle_config", "Qwen3 by its architecture"],
+)
+def test_norms_that_others_name_elsewhere(old, tmp_path, field, says, names, size):
+    tensors, keys = old
+    norms = {f"{outer}.weight": torch.full((size,), 1.5 + i) for i, outer in enumerate(names.values())}
+    artifact = Artifact.load(foreign(tmp_path, tensors | norms, keys | says))
+    assert getattr(artifact.typed_config(), field)
+    assert [artifact.tensors[f"{name}.weight"][0] for name in names] == [1.5, 2.5, 3.5][: len(names)]
+
+
+def test_a_window_that_engines_read_differently(old, tmp_path):
+    tensors, keys = old
+    path = foreign(tmp_path, tensors, keys | {"use_sliding_window": True, "sliding_window": 9})
+    with pytest.raises(ArtifactError, match="sliding_window=9 without layer_types: engines differ"):
+        Artifact.load(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "LlamaEagle3ForCausalLM",
+    ],
+)
+def test_a_flat_folder_is_known_by_its_architecture_alone(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    assert FORMATS.reads(tmp_path)
 
 
 def test_a_pickle_that_would_run_code_is_refused(old, tmp_path):
@@ -246,6 +297,8 @@ def test_sglang_s_rules(export):
     assert sglang_problems(config, [*names, "midlayer.self_attn.q_proj.bias"]) == [
         "SGLang drops midlayer.self_attn.q_proj.bias silently"
     ]
+    ids = ("num_aux_hidden_states", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+    assert sglang_problems({key: config[key] for key in config if key not in ids}, names) == []
     fewer = [name for name in names if name != "midlayer.mlp.up_proj.weight"]
     assert sglang_problems(config, fewer) == ["SGLang leaves up_proj unset: no tensor has it"]
     assert sglang_problems({**config, "norm_before_residual": True}, names) == [
