@@ -387,6 +387,10 @@ def test_what_no_target_can_have_is_refused_before_training(keys, words, llama):
         SPEC.check_target(replace(SMALL, **keys), llama.info)
 
 
+def test_all_tokens_may_be_candidates(llama):
+    SPEC.check_target(replace(SMALL, heads="selector", selector_top=llama.info.vocab_size), llama.info)
+
+
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
