@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longtrain.data.chat import mask as masks
-from longtrain.data.chat.prompts import cut_text
+from longtrain.data.chat.prompts import cut_text, random_of
 from longtrain.data.chat.windows import Window, cut_window, windows
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document, Message
@@ -211,8 +211,7 @@ class DocumentPrompts:
             if not text:  # of white space alone
                 continue
             empty = False
-            draw = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
-            rng = np.random.default_rng(list(draw[:8]))
+            rng = random_of(self.config.seed, name)
             question, *more = own.draw(rng, int(rng.integers(self.turns[0], self.turns[1] + 1)))
             first = [_user(f"{text}\n\n{question}")]
             yield from self._fitting(tokenizer, (name, document.kind), first, counts, more, each)

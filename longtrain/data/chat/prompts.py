@@ -51,6 +51,17 @@ class PromptDocument:
         return self.document, ids_T, mask_T
 
 
+def random_of(seed: int, name: str) -> np.random.Generator:
+    """Return a generator of random numbers that are a function of a seed and a name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return np.random.default_rng(list(digest[:8]))
+
+
+def log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    """Draw a whole number from `low` to `high`, 1 or more, whose logarithm is uniform."""
+    return min(high, int(np.exp(rng.uniform(np.log(low), np.log(high + 1)))))
+
+
 def cut_text(
     document: Document,
     ids_T: np.ndarray,
@@ -88,12 +99,11 @@ def cut_text(
     whole = count == 1 and len(body_T) <= config.prompt_tokens[1] + config.answer_tokens
     for number in range(min(count, max(1, len(body_T) // (low + rest)))):
         name = f"{document.name}@{number}" if count > 1 else document.name
-        digest = hashlib.sha256(f"{config.seed}:{document.name}:{number}".encode()).digest()
-        rng = np.random.default_rng(list(digest[:8]))
+        rng = random_of(config.seed, f"{document.name}:{number}")
         if whole:
             n, start = int(rng.integers(low, high + 1)), 0
         else:
-            n = min(high, int(np.exp(rng.uniform(np.log(max(low, 1)), np.log(high + 1)))))
+            n = log_uniform(rng, max(low, 1), high)
             start = int(rng.integers(len(body_T) - rest - n + 1))
         end = start + n
         yield PromptDocument(

@@ -5,12 +5,12 @@ Shapes: T tokens of one window or piece.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from longtrain.data.chat.prompts import log_uniform, random_of
 from longtrain.data.config import DataConfig
 from longtrain.data.read.adapters import Document
 
@@ -70,9 +70,8 @@ def windows(document: Document, config: DataConfig, *, count: int, limit: int) -
         return []
     chosen = []
     for number in range(count):
-        digest = hashlib.sha256(f"{config.seed}:{document.name}:{number}".encode()).digest()
-        rng = np.random.default_rng(list(digest[:8]))
-        tokens = min(high, int(np.exp(rng.uniform(np.log(low), np.log(high + 1)))))
+        rng = random_of(config.seed, f"{document.name}:{number}")
+        tokens = log_uniform(rng, low, high)
         chars = WINDOW_CHARS * tokens
         start = int(rng.integers(len(document.text) - chars + 1))
         name = f"{document.name}@{number}" if count > 1 else document.name

@@ -100,9 +100,7 @@ class Runner:
         answerer = Answerer(self.target, self.sampling, [system for system, _ in group])
         done = {system.name: places_of(journal) for system, journal in group}
         asked = max((len(unit.examples) for unit in units), default=1)
-        rooms = {
-            system.name: Room(asked, min(asked, halved_to(journal) or asked)) for system, journal in group
-        }
+        rooms = {system.name: Room(asked, halved_to(journal) or asked) for system, journal in group}
         for unit in units:
             for system, journal in group:
                 for left in remaining([unit], done[system.name]) if unit.task.serves(system) else ():
